@@ -45,7 +45,7 @@ def _compiled(function: Function, **options: Any) -> Function:
 
     The wrapper that Python calls unpacks arguments, in code that for a table of columns is longer than a loop.
     """
-    if numba.config.DISABLE_JIT:  # for debugging
+    if numba.core.config.DISABLE_JIT:  # for debugging
         return function
     of_python = _dispatcher(function)
     compile_for_args = of_python._compile_for_args
@@ -53,9 +53,10 @@ def _compiled(function: Function, **options: Any) -> Function:
     @cache
     def part() -> Any:
         code = function.__code__.replace(co_qualname=f"{function.__qualname__}_part")  # it is kept under this name
-        return _dispatcher(FunctionType(code, function.__globals__), no_cpython_wrapper=True, **options)
+        copy = FunctionType(code, function.__globals__, argdefs=function.__defaults__)
+        return _dispatcher(copy, no_cpython_wrapper=True, **options)
 
-    def template(args: tuple[Any, ...], kws: dict[str, Any]) -> Any:
+    def template(args: Any, kws: Any) -> Any:
         # Or a constant would be a type of its own, and what is called with it be compiled once more.
         return part().get_call_template(tuple(map(unliteral, args)), {name: unliteral(kws[name]) for name in kws})
 
@@ -117,7 +118,7 @@ class _Library(JITCodeLibrary):
         return super().serialize_using_object_code() if self._is_machine_code else self.serialize_using_bitcode()
 
 
-def _compile(function: Callable[..., object], args: tuple[Any, ...], kws: dict[str, Any]) -> object:
+def _compile(function: Callable[..., object], args: Any, kws: Any) -> object:
     """Call `function`, which compiles, with `_Library`, and rarely look for garbage, which is little."""
     with global_compiler_lock:
         codegen, thresholds = cpu_target.target_context.codegen(), gc.get_threshold()

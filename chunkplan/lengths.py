@@ -1,4 +1,7 @@
-"""Statistics of sequence lengths: quantiles, the tail, and the cost of treating all lengths alike. Numbers only."""
+"""Statistics of sequence lengths: quantiles, the tail, and the cost of treating all lengths alike. Numbers only.
+
+And the lengths of the rows of a dataset in memory.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow.compute as pc
 
-from chunkplan.arrays import Int32Array, offsets_of
+from chunkplan.arrays import Int32Array, Int64Array, offsets_of
+from chunkplan.errors import UsageError
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.quantities import short_repr
 
@@ -172,6 +177,23 @@ def length_report(analysis: Analysis) -> LengthReport:
         longest_1_percent=_tail(lengths, num_longest, int(lengths[count - num_longest])),
         padding_share=float(1 - sums[-1] / (count * int(lengths[-1]))),
     )
+
+
+def row_lengths(dataset: Any) -> Int64Array:
+    """The tokens of each row of a dataset, [n], for `np.save` to make a file of them to plan.
+
+    Raises:
+        UsageError: rows have no `input_ids`, or nobody knows how many there are.
+    """
+    try:
+        if hasattr(dataset, "select_columns"):  # of datasets: the tokens stay where they are
+            parts = dataset.select_columns("input_ids").with_format("arrow").iter(10_000)
+            counts = [pc.fill_null(pc.list_value_length(part["input_ids"]), 0).to_numpy() for part in parts]
+            return np.concatenate(counts).astype(np.int64)
+        return np.array([len(dataset[row]["input_ids"]) for row in range(len(dataset))], np.int64)
+    except (KeyError, TypeError, ValueError) as error:
+        told = f"the rows of a {type(dataset).__name__} cannot be measured ({error})"
+        raise UsageError(told, hint="give a train_dataset that has a length, and input_ids in every row") from error
 
 
 def _bounds(lengths: npt.NDArray[np.int64], share: float, sample: float | None) -> tuple[int | None, int | None]:

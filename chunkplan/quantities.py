@@ -106,6 +106,11 @@ def k_words(k: int, k_by_length: Iterable[Iterable[int]] | None) -> str:
     return ", ".join([str(k), *(f"{longer} over {tokens:,}" for tokens, longer in k_by_length or ())])
 
 
+def layout_words(dp: int, tp: int, pp: int) -> str:
+    """Name the kinds of parallelism, and over how many GPUs each goes."""
+    return ", ".join(f"{axis} {size}" for axis, size in (("dp", dp), ("tp", tp), ("pp", pp)) if size > 1) or "one GPU"
+
+
 #: What data-parallel ranks share, by `CostModel.sharding`, as it is called in short and said in full.
 ZERO = {"none": "no sharding", "optimizer": "ZeRO-1", "gradients": "ZeRO-2", "weights": "ZeRO-3"}
 _SHARDED = {"optimizer": "optimizer states", "gradients": "gradients and optimizer states"}
@@ -141,14 +146,14 @@ def power_of_two(tokens: int) -> str:
 
 
 def selection_words(config: PlanConfig, *, num_held_out: int, num_sequences: int) -> list[tuple[str, str]]:
-    """List what the plan holds of the data, by name, where that is not every sequence once an epoch.
+    """List what of the data is held out, and how often an epoch takes its sources where that is not once.
 
     The data have `num_sequences`, of which `num_held_out` are held out.
     """
-    rows = []
+    rows = [("eval", "none (build with --holdout 0.01)")]
     if num_held_out:
-        held_out = f"{num_held_out:,} of {num_sequences:,} sequences"
-        rows.append(("held out", held_out + (": these" if config.part == "eval" else "")))
+        held_out = f"{num_held_out:,} of {num_sequences:,} sequences held out"
+        rows = [("eval", held_out + (": these" if config.part == "eval" else ""))]
     if config.mix:
         rows.append(("mix", ", ".join(f"{source} x {weight:g}" for source, weight in config.mix.items())))
     return rows

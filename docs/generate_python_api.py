@@ -175,6 +175,30 @@ for work in executor.stream("chunkplan-out/plan"):
 Weights may come from anywhere and be frozen in any part, as of a model within your own module. Here gradients of all
 steps are added up, as nothing sets them to zero.
 
+### A loss of your own
+
+```python
+from transformers import AutoModelForCausalLM
+
+from chunkplan_runtime import Executor
+
+
+def mean_of_sequences(tokens):
+    num_tokens = tokens.sums(tokens.log_probs.new_ones(len(tokens.log_probs)))
+    return -(tokens.sums(tokens.log_probs) / num_tokens).mean()
+
+
+executor = Executor.from_model(AutoModelForCausalLM.from_pretrained("path/to/model").train())
+for work in executor.stream("chunkplan-out/plan"):
+    print(work.step.step, executor.step(work, mean_of_sequences))
+```
+
+A loss is a function of the log-probabilities of all target tokens of a step, and of their entropies, wherever their
+chunks run; `TargetTokens` is below. A first forward of all chunks, which keeps no activations, gives them; gradients
+are exact for whatever autograd can differentiate. With peft's adapters,
+`executor.step(work, loss, with_reference=True)` gives `tokens.reference` too. On many processes, and pipelines:
+`chunkplan train --loss examples/own_loss.py:mean_of_sequences`.
+
 ```python
 Executor.from_model(model, *, checkpointing="none", kv_offload=False, router_loss=None, seed=0)
 ```

@@ -6,10 +6,23 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from chunkplan.adapters import value_errors
+from chunkplan.arrays import Int64Array
+from chunkplan.planning.step import whole_numbers
 from chunkplan.planning.whole import assign_step, fewest_micro_batches
 
 #: Work is counted in this many parts of its sum, whatever its unit.
 _PARTS = 1 << 52
+
+
+def token_counts(lengths: Sequence[int]) -> Int64Array:
+    """`lengths` as int64 [n].
+
+    Raises:
+        ValueError: one is no whole number from 1, or there are none.
+    """
+    with value_errors():
+        return whole_numbers(lengths, "lengths", 1).astype(np.int64)
 
 
 def balance(
@@ -24,13 +37,17 @@ def balance(
         count: micro-batches of each rank. None is empty: there are `ranks * count` sequences at least.
         cap: most tokens of a micro-batch.
         equal_sequences: whether every rank gets as many sequences; n is then a multiple of `ranks`.
+
+    Raises:
+        ValueError: a length is no whole number from 1, or some work no number from 0.
     """
-    exact = np.asarray(work, np.float64)
+    tokens, exact = token_counts(lengths), np.asarray(work, np.float64)
+    wrong = np.flatnonzero(~(np.isfinite(exact) & (exact >= 0)))
+    if wrong.size:
+        raise ValueError(f"item {wrong[0]} is {work[wrong[0]]!r}, expected a number from 0; leave it out or mend it")
     parts = (exact * (_PARTS / max(float(exact.sum()), 1.0))).astype(np.int64)
     order = np.argsort(-parts, kind="stable")
-    found = assign_step(
-        np.asarray(lengths, np.int64)[order], parts[order], ranks, cap, count, equal_sequences=equal_sequences
-    )
+    found = assign_step(tokens[order], parts[order], ranks, cap, count, equal_sequences=equal_sequences)
     if found is None:
         return None
     batches: list[list[list[int]]] = [[[] for _ in range(count)] for _ in range(ranks)]
@@ -58,7 +75,7 @@ def balance_in_fewest(
 
     None where there are too few sequences for so many.
     """
-    fewest = max(-(-fewest_micro_batches(np.asarray(lengths, np.int64), cap) // ranks), least)
+    fewest = max(-(-fewest_micro_batches(token_counts(lengths), cap) // ranks), least)
     for count in range(-(-fewest // multiple) * multiple, len(lengths) // ranks + 1, multiple):
         found = balance(lengths, work, ranks, count, cap)
         if found is not None:

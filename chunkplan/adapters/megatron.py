@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 from megatron.core.datasets import data_schedule
 
+from chunkplan.adapters.balance import token_counts
 from chunkplan.cost.durations import whole_pairs, work_ns
 from chunkplan.cost.model import CostModel
 from chunkplan.planning.rounds import plan_rounds
@@ -28,12 +28,13 @@ class ChunkplanScheduler(data_schedule.DefaultDynamicCPScheduler):  # type: igno
 
         Raises:
             AssertionError: as Megatron's: a sequence needs more ranks than there are.
-            ValueError: there are too few sequences for micro-batches that are a multiple of those of a virtual stage.
+            ValueError: a length is no whole number from 1; or there are too few sequences for micro-batches that are a
+                multiple of those of a virtual stage.
         """
         if not sample_id_seqlens:
             return []
         ids = [sample for sample, _ in sample_id_seqlens]
-        tokens = np.array([length for _, length in sample_id_seqlens], np.int64)
+        tokens = token_counts([length for _, length in sample_id_seqlens])
         ranks, cap = self.dp_size * self.cp_size, self.max_seqlen_per_dp_cp_rank
         assert tokens.max() <= ranks * cap, (
             f"Sequence length {tokens.max()} requires CP size {-(-tokens.max() // cap)}, "
@@ -51,7 +52,8 @@ class ChunkplanScheduler(data_schedule.DefaultDynamicCPScheduler):  # type: igno
         if plan is None:
             raise ValueError(
                 f"found no micro-batches of {tokens.size} sequences on {ranks} ranks of {cap} tokens that are a "
-                f"multiple of {self.microbatch_group_size_per_vp_stage or 1} and leave no rank empty"
+                f"multiple of {self.microbatch_group_size_per_vp_stage or 1} and leave no rank empty; use more "
+                "sequences a step, or fewer ranks"
             )
         return [[[ids[place] for place in rank] for rank in micro_batch] for micro_batch in plan]
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 from nemo_rl.data.packing import algorithms
 
-from chunkplan.adapters.balance import spread
+from chunkplan.adapters.balance import spread, token_counts
 from chunkplan.packing import pack_lengths
 
 
@@ -15,21 +14,19 @@ class ChunkplanPacker(algorithms.SequencePacker):  # type: ignore[misc]
     """Packs into as few bins as are found, which is mostly proved to be the fewest, then evens their tokens out.
 
     Raises:
-        ValueError: by `pack`: a sequence is longer than a bin, or there are too few for the number of bins.
+        ValueError: by `pack`: a length is no whole number from 1 to that of a bin, or there are too few for the bins.
     """
 
     def _pack_implementation(self, sequence_lengths: list[int]) -> list[list[int]]:
         self._validate_sequence_lengths(sequence_lengths)
         if not sequence_lengths:
             return []
-        lengths = np.asarray(sequence_lengths, np.int64)
-        if lengths.min() < 1:
-            raise ValueError(f"Sequence length {lengths.min()} is below 1")
+        lengths = token_counts(sequence_lengths)
         packing = pack_lengths(lengths, self.bin_capacity, certify=False)
         count = max(packing.num_bins, self.min_bin_count or 0)
         count += -count % (self.bin_count_multiple or 1)
         if count > lengths.size:
-            raise ValueError(f"Cannot create {count} bins with only {lengths.size} sequences")
+            raise ValueError(f"Cannot create {count} bins with only {lengths.size} sequences; use more, or fewer bins")
         return spread(sequence_lengths, sequence_lengths, count, self.bin_capacity)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from chunkplan.adapters.balance import balance, balance_in_fewest
+from chunkplan.adapters.balance import balance, balance_in_fewest, token_counts
 
 
 def install() -> None:
@@ -34,15 +34,21 @@ def build_dp_schedule(
 
     Raises:
         AssertionError: as slime's: there are too few rollouts, or too few samples in a step for its ranks.
+        ValueError: a length is no whole number from 1.
     """
     dp, cp, vpp = (train_parallel_config[name] for name in ("dp_size", "cp_size", "vpp_size"))
     multiple = train_parallel_config["microbatch_group_size_per_vp_stage"] if vpp > 1 else 1
+    size = args.max_tokens_per_gpu if args.use_dynamic_batch_size else args.micro_batch_size
+    name = "max_tokens_per_gpu" if args.use_dynamic_batch_size else "micro_batch_size"
+    assert isinstance(size, int) and size >= 1, f"{name} is {size}, expected a whole number from 1"
+    assert global_batch_size >= 1, f"global_batch_size is {global_batch_size}, expected 1 or more"
     samples_of: dict[int, list[int]] = {}
     for sample, rollout in enumerate(rollout_indices):
         samples_of.setdefault(rollout, []).append(sample)
     rollouts = list(samples_of.values())
     num_steps = len(rollouts) // global_batch_size
     assert num_steps >= 1, f"num_rollouts ({len(rollouts)}) < global_batch_size ({global_batch_size})"
+    token_counts(total_lengths)
 
     partitions: list[list[int]] = [[] for _ in range(dp)]
     micro_batch_indices: list[list[list[int]]] = [[] for _ in range(dp)]
@@ -55,15 +61,18 @@ def build_dp_schedule(
         lengths = [total_lengths[sample] for sample in samples]
         work = _work(lengths, args)
         if args.use_dynamic_batch_size:
-            assert args.max_tokens_per_gpu is not None
-            cap = args.max_tokens_per_gpu * cp
+            cap = size * cp
             tokens = [min(length, cap) for length in lengths]  # a longer one has a micro-batch to itself
             found = balance_in_fewest(tokens, work, dp, cap, multiple=multiple)
-            assert found is not None, f"{where} do not make a multiple of {multiple} micro-batches on {dp} ranks"
+            assert found is not None, (
+                f"{where} do not make a multiple of {multiple} micro-batches on {dp} ranks; use a larger "
+                "global_batch_size, or fewer ranks"
+            )
         else:
-            size = args.micro_batch_size
             count = -(-len(samples) // size)
-            assert count % (dp * multiple) == 0, f"{where} in {count} micro-batches, no multiple of {dp} x {multiple}"
+            assert count % (dp * multiple) == 0, (
+                f"{where} in {count} micro-batches, no multiple of {dp} x {multiple}; change global_batch_size"
+            )
             found = balance([1] * len(samples), work, dp, count // dp, size)
             assert found is not None  # the samples fill micro-batches of `size`, whatever their lengths
         num_microbatches.append(len(found[0]))

@@ -20,8 +20,10 @@ def get_seqlen_balanced_partitions(seqlen_list: list[int], k_partitions: int, eq
 
     Raises:
         AssertionError: as verl's: too few items, or no multiple of `k_partitions` where all get as many.
+        ValueError: an item is no number from 0.
     """
     num_items = len(seqlen_list)
+    assert k_partitions >= 1 and k_partitions % 1 == 0, f"k_partitions:[{k_partitions}] is no whole number from 1"
     assert num_items >= k_partitions, f"number of items:[{num_items}] < k_partitions:[{k_partitions}]"
     assert not equal_size or num_items % k_partitions == 0, f"{num_items} % {k_partitions} != 0"
     found = balance([1] * num_items, seqlen_list, k_partitions, 1, num_items, equal_sequences=equal_size)
@@ -46,7 +48,7 @@ def rearrange_micro_batches(
     Raises:
         AssertionError: a row is longer than `max_token_len`, or rows are no multiple of `force_group_size`.
         ValueError: on every process of `dp_group`: there are not enough rows on one of them for as many micro-batches
-            as another needs, or a group of rows is too long.
+            as another needs, or a group of rows is too long, or a row has no tokens.
     """
     import torch
     from torch import distributed
@@ -55,6 +57,7 @@ def rearrange_micro_batches(
 
     input_ids = batch["input_ids"]
     lengths = input_ids.offsets().diff() if input_ids.is_nested else batch["attention_mask"].sum(dim=1)
+    assert len(lengths), "the batch has no rows; leave it out"
     widest = int(lengths.max()) if input_ids.is_nested else batch["attention_mask"].shape[-1]
     assert max_token_len >= widest, (
         f"max_token_len must be greater than the sequence length. Got {max_token_len=} and max_seq_len={widest}"
@@ -68,7 +71,7 @@ def rearrange_micro_batches(
 
     multiple = num_batches_divided_by or 1
     found = None
-    if max(tokens) <= max_token_len:
+    if lengths.min() >= 1 and max(tokens) <= max_token_len:
         found = balance_in_fewest(tokens, work, 1, max_token_len, least=min_num_micro_batch or 1, multiple=multiple)
     count, is_lost = (0, 1) if found is None else (len(found[0]), 0)
     fewest_rows = len(tokens)
@@ -80,7 +83,9 @@ def rearrange_micro_batches(
     if is_lost or count > fewest_rows:
         raise ValueError(
             f"cannot satisfy max_token_len {max_token_len} with the same number of micro-batches on all ranks: "
-            f"{count or 'too many'} are needed, and a rank has {fewest_rows} groups of {force_group_size} rows"
+            f"{count or 'too many'} are needed, and a rank has {fewest_rows} groups of {force_group_size} rows (here "
+            f"groups have up to {max(tokens)} tokens, rows {lengths.min()} or more); raise max_token_len, or leave out "
+            "rows without tokens"
         )
     groups = spread(tokens, work, count, max_token_len)
     if use_dynamic_bsz_balance:  # lighter ones at both ends, where the bubbles of a pipeline are

@@ -88,20 +88,28 @@ def shown_levels(levels: Sequence[Checkpointing]) -> str:
     return runs[0][0] if len(runs) == 1 else ",".join(f"{level}:{count}" for level, count in runs)
 
 
-def checkpointing_words(checkpointing: str, full: str = "checkpointing") -> list[str]:
-    """Notes that name a level: its own name, or `full` for the last two; none for "none".
+#: Words for levels; "none" has none.
+_WORDS = {
+    "keep-products": "selective checkpointing (keeps matmuls)",
+    "keep-projections": "selective checkpointing (keeps attention, projections)",
+    "keep-attention": "selective checkpointing (keeps attention)",
+    "full": "full activation checkpointing",
+    "offload": "full activation checkpointing, offloaded to CPU",
+}
 
-    Of runs of layers, the weakest and the strongest level but "none", and how many layers have one of these.
-    """
+
+def checkpointing_words(checkpointing: str) -> list[str]:
+    """Notes that name a level; none for "none". Of runs of layers, how many have the strongest level."""
     if ":" not in checkpointing:
-        words = {"none": [], "full": [full], "offload": [f"{full} on the host"]}
-        return words.get(checkpointing, [checkpointing])
+        return [_WORDS[checkpointing]] if checkpointing in _WORDS else []
     levels = [level for level, count in _runs(checkpointing) for _ in range(count)]
-    saving = sorted((level for level in levels if level != "none"), key=CHECKPOINTINGS.index)
-    if not saving:
+    strongest = max(levels, key=CHECKPOINTINGS.index)
+    if strongest == "none":
         return []
-    weakest_to_strongest = " to ".join(dict.fromkeys((saving[0], saving[-1])))
-    return [f"{weakest_to_strongest} in {len(saving)} of {len(levels)} layers"]
+    words = f"{_WORDS[strongest]} in {levels.count(strongest)} of {len(levels)} layers"
+    if {*levels} <= {"none", strongest}:
+        return [words]
+    return [f"{words}, selective in others" if strongest in ("full", "offload") else "selective checkpointing by layer"]
 
 
 class HostLink(NamedTuple):

@@ -201,7 +201,8 @@ def shape_of_config(config: Any, where: str) -> ModelShape:
         tied_embeddings=config.get("tie_word_embeddings", False),
         max_positions=max_positions(config),
     )
-    return replace(shape, name=f"{model_type} {shape.num_parameters / 1e9:.1f}B")
+    size = shape.num_parameters / 1e6
+    return replace(shape, name=f"{model_type} {f'{size / 1e3:.1f}B' if size >= 50 else f'{size:.2g}M'}")
 
 
 def max_positions(config: Mapping[str, Any]) -> int | None:

@@ -36,6 +36,11 @@ class RowBatch:
     step: Int32Array | None
     dp_rank: Int32Array | None
 
+    @property
+    def predicts(self) -> BoolArray:
+        """True for tokens that a target is predicted from, bool [num_tokens]: a segment's last one is none of them."""
+        return np.append(self.target[1:], False)
+
     def to_arrow(self, per_token: dict[str, npt.NDArray[Any]], per_segment: dict[str, Int32Array]) -> pa.RecordBatch:
         """A list of these values for each row, then its step and dp_rank where there are any."""
         columns = {name: _lists(self.row_tokens, values) for name, values in per_token.items()}
@@ -59,6 +64,22 @@ def read_batches(rows: ExportRows, tokens: TokenReader, batch_tokens: int = _BAT
         stop = max(fitting, start + 1)
         yield _read(rows, tokens, slice(start, stop), segment_starts)
         start = stop
+
+
+class LazyRows:
+    """Rows by their place, read when they are asked for: the tokens stay memory-mapped, and no copy is held."""
+
+    def __init__(self, rows: ExportRows, tokens: TokenReader) -> None:
+        self.rows = rows
+        self.tokens = tokens
+        self._segment_starts = offsets_of(rows.stop - rows.start)
+
+    def __len__(self) -> int:
+        return self.rows.num_rows
+
+    def __getitem__(self, place: int) -> RowBatch:
+        row = range(len(self))[place]  # from the end if negative, and IndexError, as of a list
+        return _read(self.rows, self.tokens, slice(row, row + 1), self._segment_starts)
 
 
 def _read(rows: ExportRows, tokens: TokenReader, batch: slice, segment_starts: Int64Array) -> RowBatch:

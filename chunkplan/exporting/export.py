@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from chunkplan.arrays import sum_runs
 from chunkplan.errors import DataError, UsageError
-from chunkplan.exporting.batches import RowBatch, read_batches
+from chunkplan.exporting.batches import LazyRows, RowBatch, read_batches
 from chunkplan.exporting.checks import check_source
 from chunkplan.exporting.formats import write_hf, write_jsonl, write_megatron_bridge
 from chunkplan.exporting.rows import ExportRows, SplitSequences, WholeSequences, count_split, packed_rows, plan_rows
@@ -43,24 +44,32 @@ class ExportSource:
     whole_rows: Callable[[], ExportRows]
     may_share: bool = False
 
-    def refusal(self, split: SplitSequences, to: str, output: Path) -> UsageError:
-        """The error for split sequences, with the command that exports in the format `to` without splitting, and its
-        cost."""
+    def chosen(
+        self, *, whole_only: bool, allow_split: bool, choices: tuple[str, str, str]
+    ) -> tuple[ExportRows, SplitSequences | None]:
+        """The rows to give, and what of the source is in parts: `whole_only` leaves it out, `allow_split` gives it.
+
+        Raises:
+            UsageError: something is and neither was chosen, by the words of `choices`, both and a third; or all is.
+        """
+        if not self.rows.is_part.any():
+            return self.rows, None
+        split = count_split(self.rows, self.analysis, self.analysis.tokens())
+        if whole_only or allow_split:
+            rows = self.whole_rows() if whole_only else self.rows
+            if rows.num_rows:
+                return rows, split
+            raise UsageError("every sequence is in parts, none is left", where=str(self.path), hint=f"use {choices[1]}")
         whole = split.whole
-        real, here = Path(os.path.realpath(self.analysis.path)), Path.cwd()
-        analysis = str(real.relative_to(here) if real.is_relative_to(here) else real)
-        longest = str(self.analysis.num_tokens.max())
-        words = ["export", analysis, "--chunk-size", longest, "--to", to, "--output", str(output)]
-        command = shlex.join(["chunkplan", *words])
         unshared = "; a plan built with `--cp off` may split fewer" if self.may_share else ""
         found = "are split" if self.kind == "plan" else f"have more than {self.chunk_size:,} tokens, and would be split"
-        return UsageError(
+        raise UsageError(
             f"{whole.num_sequences:,} of {self.rows.num_sequences:,} sequences {found} into {split.num_parts:,} parts; "
             "other trainers carry no keys and values from part to part",
             where=str(self.path),
-            hint=f"--whole-only leaves these sequences out ({whole.num_tokens:,} tokens, {whole.num_target_tokens:,} "
-            f"targets); --allow-split makes a sequence of each part ({split.num_tokens_without_prefix:,} tokens do not "
-            f"see what is before their part, {split.num_lost_targets:,} targets are lost); `{command}` packs all of "
+            hint=f"{choices[0]} leaves these sequences out ({whole.num_tokens:,} tokens, {whole.num_target_tokens:,} "
+            f"targets); {choices[1]} makes a sequence of each part ({split.num_tokens_without_prefix:,} tokens do not "
+            f"see what is before their part, {split.num_lost_targets:,} targets are lost); {choices[2]} packs all of "
             f"the analysis into rows that split none{unshared}",
         )
 
@@ -101,7 +110,7 @@ def open_source(
     )
 
 
-def _open_analysis(analysis: Analysis, chunk_size: int | None, packing: str) -> ExportSource:
+def _open_analysis(analysis: Analysis, chunk_size: int | None, packing: str, multiple: int = 1) -> ExportSource:
     if chunk_size is None:
         raise UsageError(
             "--chunk-size is missing, the most tokens in a row",
@@ -114,9 +123,38 @@ def _open_analysis(analysis: Analysis, chunk_size: int | None, packing: str) -> 
         content_hash=analysis.content_hash,
         analysis=analysis,
         chunk_size=chunk_size,
-        rows=packed_rows(analysis, chunk_size, packing, drop_longer=False),
-        whole_rows=lambda: packed_rows(analysis, chunk_size, packing, drop_longer=True),
+        rows=packed_rows(analysis, chunk_size, packing, multiple, drop_longer=False),
+        whole_rows=lambda: packed_rows(analysis, chunk_size, packing, multiple, drop_longer=True),
     )
+
+
+def open_rows(
+    path: str | Path, most: int, *, multiple: int = 1, whole_only: bool = False, allow_split: bool = False
+) -> LazyRows:
+    """The chunks of a plan in order, or an analysis packed, as rows that are read one at a time: no file is written.
+
+    A row has `most` inputs, tokens that predict one, those of each sequence padded to a `multiple`. Sequences in parts
+    are refused, left out (`whole_only`), or each part is given as a sequence (`allow_split`).
+
+    Raises:
+        UsageError: there is nothing at `path`, it has no tokens, sequences are in parts, or a row has more inputs.
+        DataError: a file is damaged or was changed.
+    """
+    path = Path(path)
+    is_plan = not is_analysis(path)
+    opened = open_source(path) if is_plan else _open_analysis(load_analysis(path), most, "auto", multiple)
+    tokens, longest = opened.analysis.tokens(), opened.analysis.num_tokens.max()
+    whole = f"`{opened.analysis.path}` with rows of {-(-longest // multiple) * multiple} tokens"
+    choices = ("whole_only=True", "allow_split=True", whole)
+    rows, _ = opened.chosen(whole_only=whole_only, allow_split=allow_split, choices=choices)
+    widest = int(sum_runs(rows.num_inputs(multiple), rows.rows).max())
+    if widest > most:
+        raise UsageError(
+            f"a row of the plan has {widest:,} tokens, of sequences padded to a multiple of {multiple}; {most:,} fit",
+            where=str(path),
+            hint=f"use rows of {widest} tokens or more, or build the plan with --chunk-size {most} or less",
+        )
+    return LazyRows(rows, tokens)
 
 
 #: Of each format, what writes a folder of it. It is given rows and a fingerprint of this export, and names the files
@@ -126,6 +164,25 @@ FORMATS: dict[str, Callable[[Path, Iterable[RowBatch], str], list[str]]] = {
     "megatron-bridge": write_megatron_bridge,
     "jsonl": write_jsonl,
 }
+
+#: Of frameworks that take no files of ours, by name: what makes them call the planner, in every process.
+DOORS = {
+    name: f"from chunkplan.adapters import {name.replace('-', '_')} as door; door.install()"
+    for name in ("megatron", "ms-swift", "nemo-rl", "prime-rl", "slime", "verl")
+} | {
+    "axolotl": "from chunkplan_runtime.adapters.transformers import with_plan_step",
+    "torchtitan": "from chunkplan.adapters.torchtitan import ChunkplanRowsConfig",
+    "transformers": "from chunkplan_runtime.adapters.transformers import with_plan",
+    "trl": "from chunkplan_runtime.adapters.transformers import with_plan_step",
+}
+
+
+def refuse_door(name: str) -> None:
+    """Raise UsageError, with the way on, where `name` is a framework that takes no files."""
+    if line := DOORS.get(name.lower()):
+        hint = f"`{line}` in every process; docs/integrations.md has the rest"
+        raise UsageError(f"{name} reads no files, it calls the planner", hint=hint)
+
 
 #: Called with the tokens written and those there are.
 Progress = Callable[[int, int], None]
@@ -190,6 +247,7 @@ def export(
         DataError: a file is damaged or was changed, or the analysis is not the plan's.
     """
     output = Path(output)
+    refuse_door(to)
     if to not in FORMATS:
         raise UsageError(
             f"there is no format {to!r}",
@@ -199,16 +257,12 @@ def export(
         raise UsageError("--whole-only and --allow-split exclude each other", hint="leave one of them out")
     refuse_other_content(output, "export")
     opened = open_source(Path(source), chunk_size=chunk_size, packing=packing, analysis=analysis)
-    rows, tokens, split = opened.rows, opened.analysis.tokens(), None
-    if rows.is_part.any():
-        split = count_split(rows, opened.analysis, tokens)
-        if not (whole_only or allow_split):
-            raise opened.refusal(split, to, output)
-        rows = opened.whole_rows() if whole_only else rows
-    if not rows.num_rows:
-        raise UsageError(
-            "every sequence is in parts, none is left", where=str(opened.path), hint="export with --allow-split"
-        )
+    tokens, longest = opened.analysis.tokens(), str(opened.analysis.num_tokens.max())
+    real, here = Path(os.path.realpath(opened.analysis.path)), Path.cwd()
+    named = str(real.relative_to(here) if real.is_relative_to(here) else real)
+    words = ["chunkplan", "export", named, "--chunk-size", longest, "--to", to, "--output", str(output)]
+    choices = ("--whole-only", "--allow-split", f"`{shlex.join(words)}`")
+    rows, split = opened.chosen(whole_only=whole_only, allow_split=allow_split, choices=choices)
     stated = int(opened.analysis.num_target_tokens[rows.sequence_id[rows.start == 0]].sum(dtype=np.int64))
     stated -= split.num_lost_targets if split and allow_split else 0
     described = Export(

@@ -89,8 +89,7 @@ def _open(path: Path, schema: pa.Schema) -> pq.ParquetWriter:
 def _packed(batch: RowBatch) -> pa.RecordBatch:
     starts = batch.segment_tokens[:-1]
     row_starts = np.repeat(batch.row_tokens[:-1], np.diff(batch.row_segments))
-    # A segment's first token is no target, so that its last one predicts nothing once all are moved.
-    loss_mask = np.append(batch.target[1:], False).astype(np.int8)
+    loss_mask = batch.predicts.astype(np.int8)
     return batch.to_arrow({"input_ids": batch.input_ids, "loss_mask": loss_mask}, {"seq_start_id": starts - row_starts})
 
 

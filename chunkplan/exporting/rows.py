@@ -54,12 +54,13 @@ def pack(
     split: Split = "none",
     packing: str = "auto",
     drop_longer: bool = False,
+    multiple: int = 1,
 ) -> PackedRows:
     """Pack the sequences of `analysis` (an analysis, its folder, or a lengths file) into rows of `chunk_size` tokens.
 
     A longer sequence is refused, or with `split` ("full", "even" or "cost") cut into parts that are packed like
     sequences of their own: a trainer that does not carry keys and values over rows then loses what is before a part.
-    With `drop_longer` it is left out.
+    With `drop_longer` it is left out. Each takes up its tokens rounded up to a `multiple`, as some trainers pad them.
 
     Raises:
         UsageError: there is no analysis, `chunk_size` is no whole number from 1, or there is no such packing.
@@ -70,6 +71,7 @@ def pack(
             f"chunk size is {chunk_size!r}, expected a whole number from 1 to {np.iinfo(np.int32).max:,}",
             hint="for example 8192",
         )
+    chunk_size -= chunk_size % multiple
     if not isinstance(analysis, Analysis):
         analysis = load_analysis(analysis)
     lengths = analysis.num_tokens.astype(np.int64)
@@ -92,7 +94,7 @@ def pack(
     end = np.concatenate([lengths[short], ends])
     follows = np.concatenate([[False], sequence_id[1:] == sequence_id[:-1]])
     start = np.where(follows, np.concatenate([[0], end[:-1]]), 0)
-    packed = pack_lengths(end - start, chunk_size, packing)
+    packed = pack_lengths(-((start - end) // multiple), chunk_size // multiple, packing)
     by_row = np.argsort(packed.bin_of, kind="stable")
     rows = offsets_of(np.bincount(packed.bin_of, minlength=packed.num_bins))
     return PackedRows(rows, sequence_id[by_row], start[by_row], end[by_row], packed.lower_bound, packed.algorithm)
@@ -128,6 +130,10 @@ class ExportRows:
     def num_tokens(self) -> int:
         """Number of tokens."""
         return int((self.stop - self.start).sum(dtype=np.int64))
+
+    def num_inputs(self, multiple: int = 1) -> Int64Array:
+        """Tokens of each segment but its last, which predicts none, up to a `multiple`: int64 [num_segments]."""
+        return -((self.start + 1 - self.stop) // multiple) * multiple
 
     def only(self, kept: BoolArray) -> ExportRows:
         """The segments that are `kept` [num_segments], in the rows that have any."""
@@ -196,13 +202,13 @@ def plan_rows(plan: Plan, analysis: Analysis) -> ExportRows:
     return chunks.only(np.ones(columns.sequence_id.size, bool))
 
 
-def packed_rows(analysis: Analysis, chunk_size: int, packing: str, *, drop_longer: bool) -> ExportRows:
+def packed_rows(analysis: Analysis, chunk_size: int, packing: str, multiple: int, *, drop_longer: bool) -> ExportRows:
     """All sequences packed into rows of `chunk_size` tokens; longer ones are cut, or left out.
 
     Raises:
         UsageError: there is no such packing.
     """
-    packed = pack(analysis, chunk_size, split="full", packing=packing, drop_longer=drop_longer)
+    packed = pack(analysis, chunk_size, split="full", packing=packing, drop_longer=drop_longer, multiple=multiple)
     is_part = (packed.start != 0) | (packed.end != analysis.num_tokens[packed.sequence_id])
     return ExportRows(packed.rows, packed.sequence_id, packed.start, packed.end, is_part)
 

@@ -241,7 +241,7 @@ def _add_axolotl(found: Declared, path: Path, config: JsonObject) -> None:
                 schema, columns = _said_by(entry)
                 suffix = _SUFFIXES.get(str(values.get("ds_type")))
                 _add(found, entry, data, schema, columns, suffix=suffix, paths=paths)
-    also = {"sequence_len": "analyze --max-length {} --overlong drop"}
+    also = {"base_model": "gain --model {}", "sequence_len": "analyze --max-length {} --overlong drop"}
     also |= {} if found.evaluation else {"val_set_size": "build --holdout {}"}
     flags = [flag.format(config[key]) for key, flag in also.items() if config.get(key)]
     if any(values.get("type") == "alpaca" for values in config["datasets"]):

@@ -129,6 +129,26 @@ class Analysis:
         source = self.manifest["sources"][int(self.source[sequence_id])]
         return record_place(source["path"], source.get("format", "jsonl"), record)
 
+    def rows_in(self, lengths: Int64Array) -> Int64Array:
+        """The row of each sequence in a dataset of rows of `lengths` [n], which may have more that were left out here.
+
+        Raises:
+            DataError: the rows are not the sequences.
+        """
+        hint = (
+            "plan the dataset's own: `from chunkplan.lengths import row_lengths`, "
+            "`np.save('lengths.npy', row_lengths(dataset))`, then `chunkplan build lengths.npy`"
+        )
+        is_whole = lengths.size == self.num_sequences
+        rows = np.arange(lengths.size) if is_whole else self.record
+        if rows.max() >= lengths.size or not (is_whole or len(self.manifest.get("sources", [])) == 1):
+            told = f"the dataset has {lengths.size:,} rows, the plan is of {self.num_sequences:,} sequences"
+            raise DataError(told, where=str(self.path), hint=hint)
+        for each in np.flatnonzero(lengths[rows] != self.num_tokens)[:1].tolist():
+            told = f"{self.num_tokens[each]:,} tokens, row {rows[each]} of the dataset has {lengths[rows[each]]:,}"
+            raise DataError(told, where=self.place(each), hint=hint)
+        return rows
+
     def tokens(self) -> TokenReader:
         """Random access to the tokens. A file that the system does not let us read is its OSError.
 
@@ -206,6 +226,10 @@ class TokenReader:
         self._input_ids = [memoryview(b"")] * len(self._place)
         self._target = [memoryview(b"")] * len(self._place)
         self._first_bit = np.zeros(len(self._place), np.int64)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Worker processes map the files anew."""
+        return TokenReader, (self._folder, self._token_files, np.diff(self._token_offsets))
 
     def __call__(self, sequence_id: int) -> tuple[Int32Array, BoolArray]:
         """Token ids int32 [num_tokens] and target mask bool [num_tokens] of one sequence; raises as `gather` does."""

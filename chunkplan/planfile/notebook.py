@@ -16,7 +16,7 @@ import numpy as np
 from chunkplan.arrays import Int32Array
 from chunkplan.errors import visible
 from chunkplan.planfile.manifest import config_of, reduction_us_of
-from chunkplan.quantities import counted, k_words, seconds, selection_words
+from chunkplan.quantities import counted, k_words, layout_words, seconds, selection_words
 
 #: Hexadecimal digits of a content hash that are shown.
 _SHOWN = 16
@@ -34,7 +34,6 @@ def plan_html(path: Path, manifest: dict[str, Any]) -> str:
     config, totals, predictions = config_of(manifest), manifest["totals"], manifest["predictions"]
     cost_model, selection = predictions["cost_model"], manifest["selection"]
     reduction = (reduction_us_of(manifest) or 0.0) * totals["num_steps"]
-    times = predictions["predicted_us"] + reduction, predictions["lower_bound_us"] + reduction
     part = " of held-out sequences" if config.part == "eval" else ""
     most = min(config.global_batch, totals["num_sequences"])
     return _html(
@@ -43,14 +42,14 @@ def plan_html(path: Path, manifest: dict[str, Any]) -> str:
         manifest["analysis"],
         [
             ("ChunkSize, K", f"{config.chunk_size:,} tokens, {k_words(config.k, config.k_by_length)}"),
-            ("dp x pp", f"{config.dp} x {config.pp}, {config.schedule}"),
+            ("layout", f"{layout_words(config.dp, cost_model['tp'], config.pp)}, {config.schedule}"),
             ("steps", f"{totals['num_steps']:,}, of up to {counted(most, 'sequence')}, seed {config.seed}"),
             ("sequences", f"{totals['num_sequences']:,}, the longest {counted(totals['longest_sequence'], 'token')}"),
             ("tokens", f"{totals['num_tokens']:,}, of which {totals['num_target_tokens']:,} targets"),
             *([("epochs", f"{config.epochs:,}")] if config.epochs > 1 else []),
             *selection_words(config, num_held_out=selection["num_held_out"], num_sequences=selection["num_sequences"]),
             ("chunks", f"{totals['num_chunks']:,}"),
-            ("predicted", f"{seconds(times[0])}, at least {seconds(times[1])}"),
+            ("predicted", seconds(predictions["predicted_us"] + reduction)),
             ("predicted for", f"{cost_model['shape']['name']} on {cost_model['hardware']['name']}"),
             ("analysis", manifest["analysis"]["path"]),
             ("content hash", manifest["content_hash"][:_SHOWN]),

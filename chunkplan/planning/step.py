@@ -46,11 +46,13 @@ def plan_step(
         UsageError: options do not go together.
         DataError: a length is no number of tokens, or the sequences cannot be planned so.
     """
-    tokens = _whole_numbers(lengths, "lengths", 1)
-    counted = tokens - 1 if targets is None else _whole_numbers(targets, "targets", 0)
+    tokens = whole_numbers(lengths, "lengths", 1)
+    counted = tokens - 1 if targets is None else whole_numbers(targets, "targets", 0)
     if counted.size != tokens.size:
         raise UsageError(f"{counted.size} targets of {tokens.size} lengths", hint="give one number for each sequence")
-    config = PlanConfig(chunk_size=int(cap), dp=int(dp), global_batch=tokens.size, **{"k": 1, **options})
+    asked: tuple[Any, Any] = (dp, cap)
+    ranks, chunk_size = (each.item() if isinstance(each, np.integer) else each for each in asked)
+    config = PlanConfig(chunk_size=chunk_size, dp=ranks, global_batch=tokens.size, **{"k": 1, **options})
     if config.split == "none" and tokens.max() > cap:
         first = int(np.argmax(tokens > cap))
         raise DataError(
@@ -66,9 +68,12 @@ def plan_step(
     return step_of_rows(totals, chunks, schedule)
 
 
-def _whole_numbers(values: Sequence[int] | IntArray, name: str, least: int) -> np.ndarray[Any, np.dtype[np.int32]]:
+def whole_numbers(values: Sequence[int] | IntArray, name: str, least: int) -> np.ndarray[Any, np.dtype[np.int32]]:
     """`values` as int32 [n]; raises DataError where one is no whole number from `least` on, or there are none."""
-    given = np.asarray(values)
+    try:
+        given = np.asarray(values)
+    except ValueError:  # lists of several lengths
+        given = np.empty(0, np.object_)
     if given.ndim != 1 or not given.size or given.dtype.kind not in "iu":
         raise DataError(f"{name} is no list of whole numbers", where=name, hint="give the tokens of each sequence")
     wrong = np.flatnonzero((given < least) | (given > MOST))

@@ -55,7 +55,7 @@ def plan_tables(report: PlanReport, most_ranks: int) -> list[Table]:
     ]
     head = ("kind", "chunks", "tokens", "fill", "of tokens", "of attention", "of work")
     bars = {"share": [band.num_chunks for band in report.fill]}
-    tables = [Table("Chunks by fill", ("of ChunkSize", "chunks", "share"), fill, bars=bars)]
+    tables = [Table("Chunks by fill", ("fill", "chunks", "share"), fill, bars=bars)]
     tables += [Table("Chunks by kind", head, kinds, texts=("kind",))]
     if report.shared:
         shared = [
@@ -94,11 +94,11 @@ def _ranks_tables(ranks: Sequence[RankRow], most: int) -> list[Table]:
         parts = (row.busy_us, row.exchange_us, row.waiting_us, row.reduction_us)
         whole = max(sum(each or 0.0 for each in parts), 1e-30)
         times.append((name, *(_share(None if each is None else each / whole) for each in parts)))
-    head = ("rank", "chunks", "tokens", "work", "of mean", "last done in")
-    bars = {"last done in": [row.cost_us for row in ranks]}
+    head = ("rank", "chunks", "tokens", "work", "over mean", "slowest in")
+    bars = {"slowest in": [row.cost_us for row in ranks]}
     return [
         Table(f"Ranks, over all steps{which}", head, work, bars=bars),
-        Table(f"Time of {those} ranks", ("rank", "busy", "exchange", "waiting", "reduction"), times),
+        Table(f"Time of {those} ranks", ("rank", "busy", "exchange", "waiting", "summing gradients"), times),
     ]
 
 

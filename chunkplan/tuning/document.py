@@ -117,6 +117,15 @@ def answers(document: TuningDocument, options: TuneOptions, given: Collection[st
     )
 
 
+def options_asked(document: TuningDocument) -> dict[str, object]:
+    """The options that a document was found for, by field of `TuneOptions`."""
+    cost = CostModel.from_dict(document["cost_model"], where="")
+    entry = {name: tuple(value) if isinstance(value, list) else value for name, value in document["options"].items()}
+    layout = ("gpus",) if entry["gpus"] is None else ("dp", "pp")
+    left = {name: value for name, value in entry.items() if name not in layout}
+    return left | {"shape": cost.shape, "hardware": cost.hardware}
+
+
 def choice_entry(choice: Choice) -> ChoiceEntry:
     """Return the `ChoiceEntry` of a choice."""
     config, cost = choice.config, choice.cost

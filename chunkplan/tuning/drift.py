@@ -53,11 +53,7 @@ def find_drift(num_tokens: Int32Array, tuned: Tuned, config: PlanConfig) -> Drif
     """Compare sequences of `num_tokens` int32 [n] with what `tuned` was found for; `config` is the plan's."""
     lengths = length_drift(num_tokens, tuned.token_histogram, tuned.longest_sequence)
     outcome = try_out(heaviest_steps(num_tokens, config, tuned.cost), config, tuned.cost)
-    return Drift(
-        **asdict(lengths),
-        memory=outcome.memory(tuned.cost),
-        gpu_memory=tuned.gpu_memory,
-    )
+    return Drift(**asdict(lengths), memory=outcome.memory(tuned.cost), gpu_memory=tuned.gpu_memory)
 
 
 def length_drift(num_tokens: Int32Array, before: Mapping[int, float], longest_before: int) -> LengthDrift:

@@ -24,11 +24,10 @@ from chunkplan.layers import split_layers
 from chunkplan.tuning.bound import fewest_bytes
 from chunkplan.tuning.mixing import fitted, mixed
 from chunkplan.tuning.options import LADDER, GpuLayout, MemorySaving, TuneOptions
-from chunkplan.tuning.plan_only import why_plan_only
 from chunkplan.tuning.program import Candidate, choose
 from chunkplan.tuning.sampling import Sample
 from chunkplan.tuning.search import CLOSE, Search
-from chunkplan.tuning.trial import Outcome
+from chunkplan.tuning.trial import Outcome, why_plan_only
 
 #: Winners of the integer program that are simulated; and choices that are tried with parts of equal time.
 _WINNERS = 4

@@ -43,7 +43,7 @@ from chunkplan.tuning.trial import Outcome, try_out
 _ROUNDS = 4
 
 #: The sets of levels that a stage may choose from, in the order to try: stronger ones need more working memory.
-_TRIED = tuple(CHECKPOINTINGS[:num_levels] for num_levels in range(2, len(CHECKPOINTINGS) + 1))
+_TRIED = tuple(CHECKPOINTINGS[: 1 + num_levels] for num_levels in range(len(CHECKPOINTINGS)))
 
 #: Deterministic seconds of CP-SAT; a program has some ten variables.
 _EFFORT = 1.0
@@ -159,8 +159,8 @@ def _programs_of(
     Memory of a virtual stage is counted as if its whole stage held as much per token, as in `token_bytes`.
     """
     shape, layers = cost.shape, config.layers(cost.shape.num_layers)
-    # The strongest level comes first. What comes from the stage before is left out where no layer runs again.
-    around = around_of_stages(replace(cost, checkpointing=levels[-1]), layers)
+    # The strongest level comes first, and says whether the first layer keeps what comes from the stage before.
+    around, of_weakest = (around_of_stages(replace(cost, checkpointing=levels[end]), layers) for end in (-1, 0))
     of_layer = np.array([[activation_bytes_per_token(cost, kind, level) for level in levels] for kind in shape.kinds])
     waiting = np.array([[pending_bytes_per_token(cost, kind)] for kind in shape.kinds])
     working = np.array([max(working_bytes_per_token(cost, kind, level) for level in levels) for kind in shape.kinds])
@@ -178,6 +178,10 @@ def _programs_of(
         product = product_gradient_bytes(cost, config.dp, [(shape.kinds[kind], 1) for kind in np.unique(on_stage)])
         room = room_on[:, stage] - int(np.ceil(config.chunk_size * working[on_stage].max() + product)) - 2
         room = room - np.ceil(tokens[:, ACTIVATIONS] * max(around[each] for each in parts[stage])).astype(np.int64)
+        if of_weakest[model_stage] > around[model_stage]:  # then the first layer has another level than the weakest
+            weakest = np.zeros((1, *of_layer.shape))
+            weakest[0, kinds[0], 0] = 1
+            held, room = np.concatenate([held, weakest]), np.append(room, np.sum(kinds == kinds[0]) - 1)
         yield StageProgram(kinds, np.ceil(held).astype(np.int64), room)
 
 

@@ -9,9 +9,8 @@ from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.model import CostModel
 from chunkplan.tuning.bound import fewest_bytes, step_bound_ns, work_of_steps
 from chunkplan.tuning.options import TuneOptions
-from chunkplan.tuning.plan_only import why_plan_only
 from chunkplan.tuning.sampling import Sample
-from chunkplan.tuning.trial import Outcome, try_out
+from chunkplan.tuning.trial import Outcome, try_out, why_plan_only
 
 #: A choice within this factor of the best on a few steps may be as fast on all.
 CLOSE = 1.01

@@ -12,6 +12,7 @@ from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.durations import Float64Array
 from chunkplan.cost.memory import StageMemory
 from chunkplan.cost.model import CostModel
+from chunkplan.cost.optimizers import ELEMENTWISE
 from chunkplan.cost.states import reduction_ns
 from chunkplan.planning.batches import StepBlock
 from chunkplan.planning.chunks import ChunkedBlock
@@ -135,3 +136,22 @@ def _recompute_by_class(sample: Sample, chunked: ChunkedBlock, weights: Float64A
     classes = np.searchsorted(overs, lengths, side="left") - 1
     recompute_ns = (weights * chunked.recompute_ns)[recomputed]
     return tuple(np.bincount(classes, weights=recompute_ns, minlength=overs.size).tolist())
+
+
+def why_plan_only(config: PlanConfig, cost: CostModel) -> str | None:
+    """Return what of a plan, as its time and memory are predicted, the runtime cannot run; None if it runs all of it.
+
+    One data-parallel rank has nothing to shard, and "none" runs as "optimizer", which takes less memory than predicted.
+    The types of models that run at all are those of the runtime's own proof (docs/models.md). This is the one place to
+    change when the runtime learns more.
+    """
+    reasons = ["tensor parallelism"] if cost.tp > 1 else []
+    if cost.shape.is_recurrent and config.dp > 1:
+        of_states = ["shared sequences"] if config.cp != "off" else []
+        of_states += [f"sharded {cost.sharding}"] if cost.shares("gradients") else []
+        reasons += [f"{reason} of a recurrent model" for reason in of_states]
+    if cost.load_in_4bit and config.dp * config.pp > 1:
+        reasons.append("weights in 4 bits on several GPUs")
+    if cost.optimizer not in ELEMENTWISE and config.dp > 1:
+        reasons.append(f"{cost.optimizer} on several data-parallel ranks")
+    return " and ".join(reasons) or None

@@ -21,7 +21,7 @@ from chunkplan.errors import UsageError
 from chunkplan.lengths import Positions
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.load import load_analysis
-from chunkplan.quantities import ZERO, short_repr
+from chunkplan.quantities import ZERO, seconds, short_repr
 from chunkplan.tuning.baselines import Baseline, baselines
 from chunkplan.tuning.grid import Choice, Progress, evaluate, mixed_again, try_grid
 from chunkplan.tuning.options import LADDER, GpuLayout, TuneOptions
@@ -177,7 +177,7 @@ def tune(
         chosen=chosen,
         recommended=recommended,
         pareto=_pareto(choices, runnable=recommended is not None),
-        layouts=tuple(compared),
+        layouts=tuple(sorted((_as_found(each, choices) for each in compared), key=_by_time)),
         fewest_gpus=min(gpus, _fewest_gpus(few.sample, options, overall.part(95, 5)) or gpus),
         num_sequences=num_tokens.size,
         longest_sequence=int(num_tokens.max()),
@@ -210,8 +210,20 @@ def _compare(search: Search, layouts: list[GpuLayout], progress: Progress) -> li
         estimate = LayoutEstimate(layout, min(times, default=None), min(runnable, default=None))
         found.append((estimate, min((choice.memory.total for choice in choices), default=0)))
         progress("comparing layouts", len(found), len(layouts))
-    found.sort(key=lambda each: (each[0].step_ns is None, each[0].step_ns or each[1]))
+    found.sort(key=lambda each: (*_by_time(each[0]), each[1]))
     return [estimate for estimate, _ in found]
+
+
+def _by_time(estimate: LayoutEstimate) -> tuple[bool, float]:
+    return estimate.step_ns is None, estimate.step_ns or 0.0
+
+
+def _as_found(estimate: LayoutEstimate, choices: list[Choice]) -> LayoutEstimate:
+    """The estimate of a layout with the times of its fastest choices, where some were tried and fit."""
+    own = [choice for choice in choices if choice.fits and choice.layout == estimate.layout]
+    step_ns = min((choice.step_ns for choice in own), default=estimate.step_ns)
+    runnable = [choice.step_ns for choice in own if choice.plan_only is None]
+    return LayoutEstimate(estimate.layout, step_ns, min(runnable, default=estimate.runnable_ns))
 
 
 def _tried(search: Search, layouts: list[GpuLayout], overall: _Overall) -> list[Choice]:
@@ -249,7 +261,7 @@ class _Overall:
 
         def report(_: str, done: int, total: int) -> None:
             best_ns = self._more.least_ns if self._more.least_ns < math.inf else self._few.least_ns
-            words = f"best so far {best_ns / 1e9:.4g} s" if best_ns < math.inf else "nothing fits so far"
+            words = f"best plan so far {seconds(best_ns / 1e3)}" if best_ns < math.inf else "timing ways to train"
             self._done = max(self._done, first + int(percent * (place + done / total) / num_places))
             self._progress(words, self._done, 100)
 
@@ -367,8 +379,8 @@ def _nothing_fits(smallest: Choice, options: TuneOptions, enough: int | None) ->
     memory, layout, shape = smallest.memory, smallest.layout, smallest.cost.shape
     states = memory.weights + memory.gradients + memory.optimizer
     how = [f"ChunkSize {smallest.config.chunk_size:,}", f"K {smallest.config.k}"]
-    how += checkpointing_words(smallest.cost.checkpointing, "full checkpointing")
-    how += ["KV offload"] if smallest.cost.kv_offload else []
+    how += checkpointing_words(smallest.cost.checkpointing)
+    how += ["KV offloaded to CPU"] if smallest.cost.kv_offload else []
     how += [ZERO[smallest.cost.sharding]] if layout.dp > 1 else []
     everything = options.sharding in ("auto", "weights")
     fits_in_8_bits = False

@@ -309,18 +309,18 @@ def _totals(report: LengthReport, analysis: Analysis) -> RichTable:
     table.add_column(justify="right")
     table.add_column(overflow="fold")
     estimated = "" if report.exact else "estimated"
-    table.add_row(
-        "sequences", f"{report.num_sequences:,}", _join(_in_all(report.all_sequences), _dropped(report, analysis))
-    )
-    table.add_row("tokens", f"{report.num_tokens:,}", _join(_in_all(report.all_tokens), estimated))
+    trained = ~analysis.is_evaluation
+    lengths, num_targets = analysis.num_tokens[trained], int(analysis.num_target_tokens[trained].sum())
+    num_tokens, others = int(lengths.sum()), report.num_sequences - lengths.size
+    table.add_row("sequences", f"{lengths.size:,}", _join(_in_all(report.all_sequences), _dropped(report, analysis)))
+    table.add_row("tokens", f"{num_tokens:,}", _join(_in_all(report.all_tokens), estimated))
     if analysis.has_tokens or not report.exact:
-        targets = _share(report.num_target_tokens / report.num_tokens)
-        table.add_row("target tokens", f"{report.num_target_tokens:,}", estimated or f"{targets} of the tokens")
-    evaluated = [source for source in analysis.manifest.get("sources", []) if source.get("part") == "eval"]
-    if evaluated:
-        number, num_tokens = (sum(source[name] for source in evaluated) for name in ("num_sequences", "num_tokens"))
-        table.add_row("evaluation", f"{number:,}", f"of these sequences, with {num_tokens:,} tokens, are not trained")
-    table.add_row("mean length", f"{report.mean_tokens:,.0f}", estimated)
+        targets = _share(num_targets / max(num_tokens, 1))
+        table.add_row("target tokens", f"{num_targets:,}", estimated or f"{targets} of the tokens")
+    table.add_row("mean length", f"{num_tokens / max(lengths.size, 1):,.0f}", estimated)
+    if others:
+        words = f"more sequences, {report.num_tokens - num_tokens:,} tokens; the tables have them too"
+        table.add_row("evaluation", f"{others:,}", words)
     return table
 
 

@@ -29,7 +29,10 @@ _SYSTEM_HINT = "check that the path can be read or written, and that the disk ha
 #: Errors of the system for a wrong path, rather than for a machine in trouble.
 _USERS_TO_FIX = {errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EROFS}
 
-_COMMANDS = "gain analyze merge tune build inspect train diff simulate validate export parity calibrate".split()
+_COMMANDS = "gain analyze merge tune build inspect train score diff simulate validate export parity calibrate".split()
+
+#: The module of a command, where it has another name.
+_HOMES = {"score": "train"}
 
 
 def app(*words: str) -> typer.Typer:
@@ -54,12 +57,12 @@ def app(*words: str) -> typer.Typer:
 
 
 def _imported(name: str) -> Callable[..., None]:
-    return cast(Callable[..., None], getattr(import_module(f"chunkplan_cli.{name}"), name))
+    return cast(Callable[..., None], getattr(import_module(f"chunkplan_cli.{_HOMES.get(name, name)}"), name))
 
 
 def _listed(name: str) -> Callable[[], None]:
     """A command that is only listed: its docstring is read from its source, as importing all takes longest."""
-    source = Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8")
+    source = Path(__file__).with_name(f"{_HOMES.get(name, name)}.py").read_text(encoding="utf-8")
 
     def command() -> None: ...
 

@@ -186,7 +186,7 @@ def _refuse_in_vain(machine: CliValues, cost: CostModel, config: PlanConfig) -> 
 
 def _warn_of_plan_only(machine: CliValues, cost: CostModel, config: PlanConfig) -> None:
     """Warn of settings that the runtime cannot run."""
-    from chunkplan.tuning.plan_only import why_plan_only
+    from chunkplan.tuning.trial import why_plan_only
 
     is_asked = not machine.keys().isdisjoint({"sharding", "optimizer"})
     is_asked |= cost.load_in_4bit or cost.shape.is_recurrent
@@ -195,7 +195,7 @@ def _warn_of_plan_only(machine: CliValues, cost: CostModel, config: PlanConfig) 
 
 
 def _can_be_trained(manifest: dict[str, Any], config: PlanConfig, cost: CostModel) -> bool:
-    from chunkplan.tuning.plan_only import why_plan_only
+    from chunkplan.tuning.trial import why_plan_only
 
     described = manifest["analysis"]
     return described["exact"] and described["sample"] is None and why_plan_only(config, cost) is None

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from chunkplan.config.plan import PlanConfig
-from chunkplan.cost.checkpointing import checkpointing_words
 from chunkplan.cost.fused import fused_words
 from chunkplan.cost.model import CostModel
 from chunkplan.domains import FLAG, or_word, path, whole
 from chunkplan.errors import ChunkplanError, UsageError
 from chunkplan.options import Advanced, Options, in_words, option, options_of, read_entries, read_settings, same
-from chunkplan.quantities import ZERO, counted, gibibytes, k_words, percent, trained_words
+from chunkplan.quantities import counted, gibibytes, k_words, layout_words, percent, trained_words
+from chunkplan.reporting.way_row import how_words
 from chunkplan.tuning.options import TuneOptions
 from chunkplan_cli.declared import OPTIONS, CliValues, tune_options
 from chunkplan_cli.progress import tuning_progress
@@ -174,7 +174,7 @@ def choose(
     """
     from chunkplan.tuning.document import read_tuning, tuned
     from chunkplan.tuning.document_entries import PLAN_ENTRIES
-    from chunkplan.tuning.plan_only import why_plan_only
+    from chunkplan.tuning.trial import why_plan_only
     from chunkplan.tuning.tune import tune
 
     if "checkpointing" in machine:
@@ -194,7 +194,7 @@ def choose(
     else:
         tried = {many: (values[one],) for one, many in _TRIED.items() if one in values}
         shared = {name: values[name] for name in _SHARED if name in values}
-        options = tune_options(CliValues(machine | shared | tried))
+        options = tune_options(_with_those_asked(saved, CliValues(machine | shared | tried)))
         with tuning_progress() as report_progress:
             found = tuned(tune(analysis, options, progress=report_progress))
     settings = CliValues({name: getattr(found.config, name) for name in (*PLAN_ENTRIES, "global_batch", "seed")})
@@ -204,15 +204,11 @@ def choose(
         del settings["stage_layers"]  # of other stages than these
     settings |= values
     words = [f"ChunkSize {settings['chunk_size']:,}", f"K {k_words(settings['k'], settings.get('k_by_length'))}"]
-    words += [f"dp {settings['dp']}, tp {found.cost.tp}, pp {settings['pp']}", settings["schedule"]]
-    words += [] if found.config.cp == "off" else [f"cp {found.config.cp}"]
-    words += [] if found.config.split == "full" or "split" in values else [f"split {found.config.split}"]
+    words += [layout_words(settings["dp"], found.cost.tp, settings["pp"])]
     words += [trained_words(rank, found.cost.load_in_4bit)] if (rank := found.cost.lora_rank) else []
     words += [found.cost.optimizer] if found.cost.optimizer != "adamw" else []
     words += fused_words(found.cost.fused_kernels, found.cost.compile)
-    words += checkpointing_words(found.cost.checkpointing, "full checkpointing")
-    words += ["KV offload"] if found.cost.kv_offload else []
-    words += [ZERO[found.cost.sharding]] if found.cost.sharding != "optimizer" else []
+    words += how_words(found.cost.to_dict() | settings)
     note(f"chosen{f' as in {file}' if file else ''}: {', '.join(words)}")
     config = plan_config(settings)
     config.check_layers(found.cost.shape.num_layers, found.cost.shape.name)
@@ -236,6 +232,18 @@ def _is_tuned_for(saved: Path, values: CliValues, machine: CliValues) -> bool:
         return True
     note(f"{saved} was found with other options than these: tuning again")
     return False
+
+
+def _with_those_asked(saved: Path, given: CliValues) -> CliValues:
+    """The options `given`, and for the rest those of the tuning in `saved`, if there is one."""
+    from chunkplan.tuning.document import options_asked, read_tuning_document
+
+    if not saved.is_file():
+        return given
+    replaced = {"gpu_memory"} if "hardware" in given else set[str]()
+    replaced |= set() if given.keys().isdisjoint({"gpus", "dp", "pp"}) else {"gpus", "dp", "pp"}
+    asked = options_asked(read_tuning_document(saved))
+    return CliValues({name: value for name, value in asked.items() if name not in replaced} | given)
 
 
 def _refuse_machine(machine: CliValues) -> None:

@@ -51,25 +51,26 @@ _STYLES = {"identical": "bold green", "different": "bold yellow"}
 #: Words for numbers whose names do not explain themselves.
 _NAMES = {
     "token_fill": "token fill",
-    "heaviest_over_mean": "heaviest rank over mean",
-    "heaviest_over_work": "the same over work / dp",
-    "num_optimal_steps": "steps proved optimal",
+    "heaviest_over_mean": "slowest rank over mean",
     "num_exceeding_steps": "too long a sequence, steps",
     "exceeding_share": "imbalance in these",
     "num_zero_loss": "zero-loss chunks",
     "num_shared_sequences": "sequences that ranks share",
     "shared_work_share": "their share of the work",
     "recompute_share": "recomputed, of the work",
-    "peak_retained_tokens": "activations held, of tokens",
+    "peak_retained_tokens": "tokens held with activations",
     "total_us": "predicted time",
-    "reduction_us": "of it adding up gradients",
-    "total_lower_bound_us": "at least",
+    "reduction_us": "of it to sum gradients",
     "memory_bytes": "memory of the fullest GPU",
     "num_without_target": "without a target token",
     "truncated_num_sequences": "sequences cut",
     "truncated_num_tokens": "tokens cut off",
     "quantile_100": "the longest",
 }
+
+
+#: Numbers that only `--json` has.
+_LEFT_OUT = ("heaviest_over_work", "num_optimal_steps", "total_lower_bound_us")
 
 
 def _print(console: Console, difference: Difference) -> None:
@@ -152,7 +153,7 @@ def _numbers(title: str, numbers: tuple[Number, ...]) -> Table:
     rows = [
         (_name(each.name), _number(each.before, each), _number(each.after, each), _change(each))
         for each in numbers
-        if each.before or each.after
+        if (each.before or each.after) and each.name not in _LEFT_OUT
     ]
     return Table(title, ("", "before", "after", "change"), rows, texts=("",))
 

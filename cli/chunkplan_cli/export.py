@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.table import Table
@@ -44,19 +43,17 @@ class ExportOptions(Options):
     )
 
 
-class Format(StrEnum):
-    """The trainer whose format it is."""
+Files = Literal["hf", "megatron-bridge", "jsonl", "torch-pipelining"]
+Doors = Literal["transformers", "trl", "axolotl", "ms-swift", "verl", "slime", "nemo-rl", "prime-rl", "megatron"]
 
-    HF = "hf"
-    MEGATRON_BRIDGE = "megatron-bridge"
-    JSONL = "jsonl"
-    TORCH_PIPELINING = "torch-pipelining"
+#: What `--to` names: a format, or a framework that takes no files and is answered by the way to it.
+Target = Literal[Files, Doors, "torchtitan"]
 
 
 @takes(rows=ExportOptions)
 def export(
     to: Annotated[
-        Format,
+        Target,
         typer.Option(
             metavar="FORMAT",
             help="hf: a dataset of Hugging Face, as SFTTrainer of TRL takes it. megatron-bridge: packed Parquet. "
@@ -86,7 +83,8 @@ def export(
 ) -> None:
     """Write packed rows for another trainer: the chunks of a plan in its order, or a whole analysis packed.
 
-    For the pipelines of torch, write the order of actions of each stage instead.
+    Other frameworks call the planner and need no files: `--to NAME` says how, for transformers, trl, axolotl, ms-swift,
+    verl, slime, nemo-rl, prime-rl, megatron and torchtitan.
 
     Other trainers carry no keys and values from row to row. Where a sequence is in several rows, choose --whole-only or
     --allow-split. `build` makes plans; `train` uses them as they are.
@@ -94,12 +92,14 @@ def export(
     Example: chunkplan export --to hf --whole-only
     """
     from chunkplan.exporting.export import export as run
+    from chunkplan.exporting.export import refuse_door
     from chunkplan.workspace import Workspace
 
+    refuse_door(to)
     place = Workspace.find(workspace)
     source = find_plan(path, place, "a PLAN or an ANALYSIS")
     target = output or place.root / f"export-{to}"
-    if to is Format.TORCH_PIPELINING:
+    if to == "torch-pipelining":
         _refuse_options_of_rows(whole_only=whole_only, allow_split=allow_split, analysis=analysis, **rows)
         _export_order(source, target, as_json)
         return
@@ -107,7 +107,7 @@ def export(
         written = run(
             source,
             target,
-            to.value,
+            to,
             **rows,
             whole_only=whole_only,
             allow_split=allow_split,

@@ -29,7 +29,7 @@ from chunkplan_cli.declared import (
 from chunkplan_cli.plan_report import warn_of_positions
 from chunkplan_cli.progress import note_compilation, tuning_progress
 from chunkplan_cli.terminal import note, print_json, stdout, warn
-from chunkplan_cli.tune import print_tuned_for, print_verdict
+from chunkplan_cli.tune import print_tuned_for, print_verdict, verdict_title
 from chunkplan_cli.ways_report import print_way, print_way_heads
 
 if TYPE_CHECKING:
@@ -86,8 +86,8 @@ def gain(
     console = stdout()
     if not as_json:
         tokens = analysis.num_tokens
-        about = f"of {tokens.size:,}; {tokens.mean():,.0f} tokens on average, the longest {tokens.max():,}"
-        print_tuned_for(console, options, "", about)
+        print_tuned_for(console, options, tokens.size, float(tokens.mean()), int(tokens.max()))
+        console.print()
         print_way_heads(console, "Ways to train", options)
     with note_compilation(), tuning_progress() as report_progress:
         tuning = run(
@@ -102,11 +102,14 @@ def gain(
     else:
         print_way(console, tuning.best, options, analysis.num_sequences)
         console.print()
-        print_verdict(console, tuning)
+        print_verdict(console, tuning, verdict_title(tuning) if tuning.has_gain else "nothing to gain")
     place.root.mkdir(parents=True, exist_ok=True)
     write_tuning(tuning, place.tuning)
     _write_page(output, place, analysis, tuning, opens=opens)
-    _print_next(data, workspace, estimate, files, cutting)
+    if not tuning.has_gain and tuning.best_baseline is not None:
+        keep = f"keep {tuning.best_baseline.name}"
+        note(f"next: {keep}; plans gain more on fewer GPUs (--gpus) and slower links (--hardware); or all the same:")
+    _print_next("next:" if tuning.has_gain else "     ", data, workspace, estimate, files, cutting)
 
 
 def _lengths(
@@ -175,17 +178,18 @@ def _write_page(output: Path | None, place: Workspace, analysis: Analysis, tunin
 
 
 def _print_next(
+    lead: str,
     data: list[str] | None,
     workspace: Path | None,
     estimate: LengthEstimate | None,
     files: CliValues,
     cutting: list[str],
 ) -> None:
-    """Print the commands that build what is recommended, which work as they are."""
+    """Print the commands that build what is recommended, which work as they are, behind `lead`."""
     where = ["--workspace", str(workspace)] if workspace else []
     if estimate is not None and data:
         given = [(f"--{name.replace('_', '-')}", files.typed[name]) for name in _FILES if name in files]
-        note("next: " + shlex.join(["chunkplan", "analyze", *data, *chain(*given), *cutting, *where]))
+        note(f"{lead} " + shlex.join(["chunkplan", "analyze", *data, *chain(*given), *cutting, *where]))
     measured = data if data and _is_measured(data) else []
     build = shlex.join(["chunkplan", "build", *measured, "--auto", *where])
-    note(f"{'next:' if estimate is None else '     '} {build}")
+    note(f"{lead if estimate is None else '     '} {build}")

@@ -42,8 +42,8 @@ def print_plan_tables(console: Console, report: PlanReport, manifest: Mapping[st
         console.print(Text(line))
     console.print()
     machine = machine_words(manifest["predictions"]["cost_model"])
-    reduced = " Slowest steps are without their reduction." if report.summary.reduction_us else ""
-    words = f"Attention is pairs of a query and a key. Times and memory are predictions, of {machine}.{reduced}"
+    reduced = " Slowest steps: before gradients are summed." if report.summary.reduction_us else ""
+    words = f"Times and memory are predicted for {machine}. Of attention: of pairs of a query and a key.{reduced}"
     console.print(Text(words, style="dim"))
 
 
@@ -133,7 +133,7 @@ def print_plan_report(
     print_estimated(console, manifest)
     lines: list[RenderableType] = [
         facts_grid(overview_rows(summary, manifest, memory)),
-        Text(f"\ntimes: {machine_words(manifest['predictions']['cost_model'])}", style="dim"),
+        Text(f"\npredicted for {machine_words(manifest['predictions']['cost_model'])}", style="dim"),
         Text(f"content hash {manifest['content_hash'][:16]}", style="dim"),
     ]
     console.print(Panel(Group(*lines), title="plan", title_align="left", expand=False))

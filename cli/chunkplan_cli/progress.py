@@ -61,10 +61,12 @@ def progress_of_phases(unit: str, scale: int = 1) -> Iterator[PhaseReport]:
 
 @contextmanager
 def tuning_progress() -> Iterator[PhaseReport]:
-    """Yield a function to call with (the best so far, parts done, all parts): lines come from the fifth second on."""
-    pace = Pace()
-    with _progress("parts", 1, lambda: pace, Pace.ALIKE_SECONDS) as report:
-        yield report
+    """Yield a function to call with (the best so far, percent done, 100): lines come from the fifth second on.
+
+    It tells no time left: parts take as long as what they find makes them.
+    """
+    with _shown(Pace.ALIKE_SECONDS) as show:
+        yield lambda doing, done, total: show(doing, done, total, f"{done}%", "")
 
 
 @contextmanager
@@ -142,7 +144,7 @@ def _lines(first_after: float) -> _Show:
             return
         last_printed = now
         printed.add((doing, done))
-        share = "" if total is None else f" ({100 * done // max(1, total)}%)"
+        share = "" if total is None or count.endswith("%") else f" ({100 * done // max(1, total)}%)"
         note(f"{doing}: {count}{share}" + (f", {speed}" if speed else ""))
 
     return show

@@ -265,7 +265,7 @@ def print_simulation(console: Console, simulation: Simulation) -> None:
     console.print(_totals(simulation))
     console.print()
     console.print(drawn_table(console, _stages(simulation)))
-    held = "held: of that many tokens at once"
+    held = "held at most: with activations, and with keys and values (KV)"
     if simulation.step is not None:
         why = "meet in a slot" if simulation.has_slots else "share a chunk"
         held += f"; for ranks: waiting for those that {why}"
@@ -290,7 +290,7 @@ def print_comparison(console: Console, simulations: Sequence[Simulation]) -> Non
         )
         for each in simulations
     ]
-    head = ("", "schedule", "makespan", "at least", "bubble", "recompute", "activations held")
+    head = ("", "schedule", "time", "lower bound", "bubble", "recompute", "tokens held")
     styles = ["bold" if each.makespan == best else "" for each in simulations]
     console.print(drawn_table(console, Table("", head, rows, texts=("", "schedule"), styles=styles)))
     console.print()
@@ -300,18 +300,18 @@ def print_comparison(console: Console, simulations: Sequence[Simulation]) -> Non
         even = ", ".join(each.schedule for each in simulations if each.stage_layers is None)
         given = ",".join(map(str, layers or ()))
         console.print(Text(f"layers {given}, but as even as they come in {even}, which has other stages", style="dim"))
-    console.print(Text("* fastest  activations held: of tokens at once, on the stage that holds most", style="dim"))
+    console.print(Text("* fastest  tokens held: with activations, at once, on the fullest stage", style="dim"))
     _print_unit(console, first)
 
 
 def _totals(simulation: Simulation) -> RichTable:
     rows = []
     makespan = _time(simulation, simulation.makespan)
-    rows.append(("makespan", f"{makespan}; in any order at least {_bound(simulation)}"))
+    rows.append(("time", f"{makespan}; no order takes less than {_bound(simulation)}"))
     if simulation.reduction:
-        after = "then; the trainer hides some of it behind last backwards"
-        rows.append(("reduction", f"{_time(simulation, simulation.reduction)} {after}"))
-    rows.append(("bubble", f"{percent(simulation.bubble)} of the stages' time: waiting, or recompute"))
+        after = "more to sum gradients, partly hidden behind the last backwards"
+        rows.append(("gradients", f"{_time(simulation, simulation.reduction)} {after}"))
+    rows.append(("bubble", f"{percent(simulation.bubble)} of the stages' time, waiting or recomputing"))
     if simulation.shares_chunks:
         rows.append(("shared chunks", _shared(simulation)))
     if simulation.has_slots:
@@ -374,7 +374,7 @@ def _stages(simulation: Simulation) -> Table:
     for stage, (bubble, busy, times, held, kept) in enumerate(zip(*columns, strict=True)):
         shares = (_share(simulation, time) for time in times)
         rows.append((str(stage), percent(bubble), percent(busy), *shares, f"{held:,}", f"{kept:,}"))
-    return Table("", ("stage", "bubble", "busy", *names, "activations held", "KV held"), rows)
+    return Table("", ("stage", "bubble", "busy", *names, "tokens held", "KV held"), rows)
 
 
 def _chunks(simulation: Simulation) -> Table:

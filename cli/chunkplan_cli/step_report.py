@@ -37,7 +37,6 @@ def print_step(console: Console, step: PlanStep, shares: StepShares, plan: Plan,
     """Print the chunks of each rank of a step, the shared sequences, and the actions of its stages: their number by op,
     or with `lists_actions` all of them in order."""
     from chunkplan.planfile.manifest import reduction_us_of
-    from chunkplan.reporting.plan_words import least_words
 
     config = plan.config
     print_estimated(console, plan.manifest)
@@ -45,14 +44,10 @@ def print_step(console: Console, step: PlanStep, shares: StepShares, plan: Plan,
         f"step {step.step} (epoch {step.epoch}): {counted(step.num_sequences, 'sequence')}, "
         f"{counted(step.num_tokens, 'token')}, {counted(step.num_target_tokens, 'target')}, "
         f"{counted(step.num_chunks, 'chunk')}"
-        + (" (optimal)" if step.optimal else f" (at least {step.chunks_lower_bound:,})")
     )
     after = reduction_us_of(plan.manifest) or 0.0
-    reduction = f", {seconds(after)} of it adding up gradients" if after else ""
-    console.print(
-        f"predicted {seconds(step.predicted_us + after)}{reduction}; any plan of these sequences takes "
-        f"{least_words(step.lower_bound_us, shares.unshared_lower_bound_us, after)}"
-    )
+    reduction = f", {seconds(after)} of it to sum gradients" if after >= step.predicted_us / 1000 else ""
+    console.print(f"predicted {seconds(step.predicted_us + after)}{reduction}")
     if shares.sequences:
         console.print()
         console.print(drawn_table(console, _shared_table(shares)))

@@ -11,11 +11,12 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table as RichTable
 
-from chunkplan.cost.checkpointing import checkpointing_words, shown_levels
+from chunkplan.cost.checkpointing import shown_levels
 from chunkplan.cost.fused import fused_words
 from chunkplan.cost.hardware import ERRORS, source_of
-from chunkplan.quantities import ZERO, gibibytes, k_words, percent, seconds, trained_words
+from chunkplan.quantities import gibibytes, k_words, layout_words, percent, seconds, trained_words
 from chunkplan.reporting.tables import Table
+from chunkplan.reporting.way_row import how_words
 from chunkplan.tuning.options import TuneOptions
 from chunkplan_cli.declared import (
     AnalysisArgument,
@@ -79,8 +80,9 @@ def tune(
         warn("the lengths are estimated from bytes: times and memory are, too")
     if output is None:
         place.root.mkdir(parents=True, exist_ok=True)
+    before = target.read_bytes() if target.is_file() else b""
     write_tuning(tuning, target)
-    note(f"tuning in {target}")
+    note(f"tuning in {target}" + (", the same as was found before" if target.read_bytes() == before else ""))
     where = [str(analysis)] if analysis else []
     where += ["--workspace", str(workspace)] if workspace else []
     where += ["--auto", *(["--from", str(output)] if output else [])]
@@ -98,14 +100,13 @@ _WIDE = 116
 def _print(console: Console, tuning: Tuning) -> None:
     """Print what a tuning is for, its baselines, the choices that are worth a look, and in a box the one to take."""
     options = tuning.options
-    layout = "" if tuning.layouts else f": {_layout_words(tuning.chosen)}"
-    about = f"{tuning.tokens_per_step:,.0f} tokens on average, the longest {tuning.longest_sequence:,}"
-    print_tuned_for(console, options, layout, about)
+    mean = tuning.tokens_per_step * -(-tuning.num_sequences // options.global_batch) / tuning.num_sequences
+    print_tuned_for(console, options, tuning.num_sequences, mean, tuning.longest_sequence)
     console.print()
     if tuning.layouts:
         console.print(drawn_table(console, _layouts(tuning)))
         console.print()
-    print_way_heads(console, "Baselines", options)
+    print_way_heads(console, "Ways to train today", options)
     for row in tuning.baselines:
         print_way(console, row, options, tuning.num_sequences)
     console.print()
@@ -113,51 +114,51 @@ def _print(console: Console, tuning: Tuning) -> None:
     console.print(drawn_table(console, _choices(tuning, wide=wide), gap=2 if wide else 1))
     num_fitting = sum(choice.fits for choice in tuning.choices)
     console.print(
-        f"> {_title(tuning)}   * less memory than all above it   layout: dp x tp x pp\n"
+        f"> {verdict_title(tuning)}: of those as fast within 0.5%, the one with least memory\n"
+        "* less memory than all above it\n"
         + (
             f"{num_fitting:,} of {len(tuning.choices):,} choices fit"
             if options.thorough
-            else "others are left out by their bounds; `--thorough` simulates them too"
+            else "choices that cannot be faster were not simulated (--thorough does)"
         ),
         style="dim",
     )
     console.print()
-    print_verdict(console, tuning)
+    print_verdict(console, tuning, verdict_title(tuning))
 
 
-def print_tuned_for(console: Console, options: TuneOptions, layout: str, about: str) -> None:
-    """Print which model is trained on which GPUs, in which `layout`, with steps of how many sequences, and `about`
-    these."""
-    gpus = f"{options.layouts()[0].gpus} x {options.hardware.name} of {gibibytes(options.gpu_memory)}"
+def print_tuned_for(console: Console, options: TuneOptions, num_sequences: int, mean: float, longest: int) -> None:
+    """Print which model is trained, on which GPUs, and with which data: of so many tokens on average, and at most."""
+    layouts = options.layouts()
+    gpus = f"{layouts[0].gpus} x {options.hardware.name} of {gibibytes(options.gpu_memory)}"
+    gpus += f": {layout_words(*layouts[0])}" if len(layouts) == 1 and layouts[0].gpus > 1 else ""
     trained = f", {trained_words(options.lora_rank, options.load_in_4bit)}" if options.lora_rank else ""
     trained += f", {options.optimizer}" if options.optimizer != "adamw" else ""
     trained += "".join(f", {words}" for words in fused_words(options.fused_kernels, options.compile))
-    console.print(f"{options.shape.name}{trained} on {gpus}{layout}; {options.global_batch} sequences a step, {about}")
+    data = f"{num_sequences:,} sequences, mean {mean:,.0f} tokens, the longest {longest:,}"
+    facts = [("model", options.shape.name + trained), ("GPUs", gpus)]
+    console.print(facts_grid([*facts, ("data", f"{data}; {options.global_batch:,} a step")]))
 
 
-def print_verdict(console: Console, tuning: Tuning) -> None:
+def print_verdict(console: Console, tuning: Tuning, title: str) -> None:
     """Print the box with the choice to take: what it gains, and what it costs."""
-    console.print(Panel(_verdict(tuning), title=_title(tuning), title_align="left", expand=False))
+    console.print(Panel(_verdict(tuning), title=title, title_align="left", expand=False))
 
 
-def _title(tuning: Tuning) -> str:
+def verdict_title(tuning: Tuning) -> str:
+    """Name the choice to take."""
     return "recommended" if tuning.recommended else "fastest, plan only"
-
-
-def _layout_words(choice: Choice) -> str:
-    """Return the layout of a choice, with the layers of stages where they differ."""
-    dp, tp, pp = choice.layout
-    layers = choice.config.layers(choice.cost.shape.num_layers)
-    uneven = f" (layers {','.join(map(str, layers))})" if layers[0] != layers[-1] else ""
-    return f"dp {dp}, tp {tp}, pp {pp}{uneven}"
 
 
 def _layouts(tuning: Tuning) -> Table:
     rows = []
     for layout, step_ns, runnable_ns in tuning.layouts:
         time = "does not fit" if step_ns is None else seconds(step_ns / 1e3)
-        rows.append((*map(str, layout), time, "" if runnable_ns is None else seconds(runnable_ns / 1e3)))
-    return Table("Layouts, by a first look", ("dp", "tp", "pp", "step", "runnable"), rows)
+        runnable = "none" if runnable_ns is None else seconds(runnable_ns / 1e3)
+        rows.append((layout_words(*layout), time, runnable if runnable_ns != step_ns else ""))
+    if not any(row[-1] for row in rows):
+        return Table("Layouts", ("layout", "step"), [row[:-1] for row in rows], texts=("layout",))
+    return Table("Layouts", ("layout", "step", "that the trainer runs"), rows, texts=("layout",))
 
 
 def _shown(tuning: Tuning, fitting: list[Choice], others: list[int]) -> list[int]:
@@ -173,56 +174,57 @@ def _shown(tuning: Tuning, fitting: list[Choice], others: list[int]) -> list[int
 
 
 def _choices(tuning: Tuning, *, wide: bool) -> Table:
+    """The choices worth a look, the recommended one first; the caption has what all of them have in common."""
     fitting = [choice for choice in tuning.choices if choice.fits]
     others = [place for place, choice in enumerate(fitting) if choice.plan_only and tuning.recommended]
     has_layouts = len({choice.layout for choice in fitting}) > 1
+    shown = _shown(tuning, fitting, others)
+    how = [[layout_words(*fitting[place].layout)] * has_layouts + _how(fitting[place]) for place in shown]
+    common = [words for words in how[0] if all(words in each for each in how)] if len(shown) > 1 else []
     rows, styles = [], []
-    for place in _shown(tuning, fitting, others):
+    for place, words in zip(shown, how, strict=True):
         choice = fitting[place]
         is_the_one = choice is tuning.best
         shares = [percent(choice.bubble), percent(choice.recompute_share)]
         cells = [
             *((">" if is_the_one else " ") + ("*" if place in tuning.pareto else " "), f"{choice.config.chunk_size:,}"),
             k_words(choice.config.k, choice.config.k_by_length),
-            *["x".join(map(str, choice.layout))] * has_layouts,
             *(seconds(choice.step_ns / 1e3), f"{choice.tokens_per_second:,.0f}", percent(choice.mfu)),
             *(shares if wide else []),
             gibibytes(choice.memory.total),
-            ", ".join([*(["plan only"] if place in others else []), *_how(choice)]),
+            ", ".join(["plan only"] * (place in others) + [each for each in words if each not in common]),
         ]
         rows.append(cells)
         styles.append("bold" if is_the_one else "")
     more = ("bubble", "recompute") if wide else ()
-    head = ("", "chunk", "K", *["layout"] * has_layouts, "step", "tokens/s", "MFU", *more, "memory", "how")
-    return Table("In chunks", head, rows, texts=("", "K", "layout", "how"), styles=styles)
+    head = ("", "chunk", "K", "step", "tokens/s", "MFU", *more, "memory", "how")
+    caption = f"Plans{', all with ' if common else ''}{', '.join(common)}"
+    return Table(caption, head, rows, texts=("", "K", "how"), styles=styles)
 
 
 def _how(choice: Choice) -> list[str]:
     """Return the settings of a choice beside its ChunkSize, K and layout."""
-    words = [str(choice.config.schedule)] if choice.layout.pp > 1 else []
-    words += [] if choice.config.cp == "off" else [f"cp {choice.config.cp}"]
-    layers = choice.config.stage_layers
-    split = [] if choice.config.split == "full" else [f"split {choice.config.split}"]
-    words += [] if layers is None else [f"layers {','.join(map(str, layers))}"]
-    return [*words, *split, *_saving_words(choice)]
+    from chunkplan.tuning.document import choice_entry
+
+    return how_words(choice_entry(choice))
 
 
 def _verdict(tuning: Tuning) -> RichTable:
-    """Build what is in the box: the setting, what it gains, and what it costs."""
+    """Build what is in the box: what is gained, the setting, and what it costs."""
     choice, options = tuning.best, tuning.options
     rate = f"{seconds(choice.step_ns / 1e3)}, {choice.tokens_per_second:,.0f} tokens/s, MFU {percent(choice.mfu)}"
     used = tuning.gpu_hours
     hours = f"{seconds(tuning.epoch_hours * 3.6e9)}, {f'{used:,.1f}' if used >= 1 else f'{used:.2g}'} GPU-hours"
     if options.gpu_hour_price is not None:
         hours += f", {options.gpu_hour_price * tuning.gpu_hours:,.2f} at {options.gpu_hour_price:g} a GPU-hour"
-    rows = [("setting", _words(choice, tuning)), ("gain", _gain_words(tuning)), *_against(tuning)]
-    rows += [("a step", rate), ("an epoch", hours)]
-    rows.append(("memory", _memory_words(tuning)))
+    memory = f"{gibibytes(choice.memory.total)} of {gibibytes(options.gpu_memory)} on the fullest GPU"
+    rows = [("gain", _gain_words(tuning)), *_against(tuning), ("setting", _words(choice, tuning))]
+    rows += [("a step", rate), ("an epoch", hours), ("memory", memory)]
     if choice.host_bytes:
-        rows.append(("host memory", f"{gibibytes(choice.host_bytes)} for each GPU{_on_host(choice)}"))
+        rows.append(("host memory", f"{gibibytes(choice.host_bytes)} a GPU{_on_host(choice)}"))
     if by_layer := _level_words(choice):
         rows.append(("checkpointing", by_layer))
-    rows.append(("longest sequence", _longest_words(tuning)))
+    rows += [("longest that fits", longest)] if (longest := _longest_words(tuning)) else []
     rows.append(("fewest GPUs", _fewest_words(tuning)))
     if lost := [f"{row.name}: {percent(row.lost)}" for row in tuning.baselines if row.lost]:
         rows.append(("tokens lost", f"none; {', '.join(lost)}"))
@@ -232,14 +234,14 @@ def _verdict(tuning: Tuning) -> RichTable:
         time = seconds(tuning.chosen.step_ns / 1e3)
         words = f"{time} a step with {_words(tuning.chosen, tuning)}"
         rows.append(("faster, plan only", f"{words}; the runtime cannot run {tuning.chosen.plan_only} yet"))
-    return facts_grid(rows, bold=("setting", "gain"))
+    return facts_grid(rows, bold=("gain", "setting"))
 
 
 def _on_host(choice: Choice) -> str:
     """Return what a choice keeps in host memory."""
     words = ["keys and values"] if choice.cost.kv_offload else []
     words += ["inputs of layers"] if "offload" in choice.cost.levels else []
-    words += ["attention of what is run again"] if choice.config.keep_attention != "off" else []
+    words += ["results of attention for the second forward"] if choice.config.keep_attention != "off" else []
     return f": {', '.join(words)}" if words else ""
 
 
@@ -251,39 +253,25 @@ def _gain_words(tuning: Tuning) -> str:
     if best is None:
         whole = tuning.baselines[0]
         needed = gibibytes(whole.memory.total)
-        return f"no baseline fits without cutting sequences; {whole.name} would need {needed} a GPU"
-    time, layout = seconds(best.step_ns / 1e3), "x".join(map(str, best.layout))
+        return f"no way of today fits without cutting sequences; {whole.name} would need {needed} a GPU"
+    today = f"{best.name} ({seconds(best.step_ns / 1e3)} on {layout_words(*best.layout)})"
     if not tuning.has_gain:
-        return f"nothing to gain: {best.name} takes {time} on {layout}"
-    today = f"{best.name} ({time} on {layout})"
-    today += "" if tuning.options.baseline else ", the fastest baseline that fits and loses no token"
+        return f"none: keep {today}; a plan takes {seconds(tuning.best.step_ns / 1e3)}"
+    today += "" if tuning.options.baseline else ", the fastest way of today that fits and loses no token"
     error = ERRORS[source_of(tuning.options.hardware)]
     if tuning.gain is not None and tuning.gain < 1 + error:
-        today += f"; that is within the {error:.0%} that times may be off by: measure both"
+        today += f"; predictions may be off by {error:.0%}: measure both"
     return f"{tuning.gain:.2f}x as fast as {today}"
 
 
 def _against(tuning: Tuning) -> list[tuple[str, str]]:
     """The speed of the best choice over each of the other baselines that fit."""
-    from chunkplan.tuning.tune import A_GAIN
-
-    step_ns, fitting = tuning.best.step_ns, [row for row in tuning.baselines if row.fits]
     lines = [
-        f"{row.step_ns / step_ns:.2f}x  {row.name}{f', {percent(row.lost)} lost' if row.lost else ''}"
-        for row in fitting
-        if row is not tuning.best_baseline
+        f"{row.step_ns / tuning.best.step_ns:>5.2f}x  {row.name}{f', {percent(row.lost)} lost' if row.lost else ''}"
+        for row in tuning.baselines
+        if row.fits and row is not tuning.best_baseline
     ]
-    whole = [row for row in fitting if not row.lost]
-    if whole and all(row.step_ns < A_GAIN * step_ns for row in whole):
-        lines.append("faster than none of these: keep what you have")
-    return [("against others", "\n".join(lines))] if lines else []
-
-
-def _memory_words(tuning: Tuning) -> str:
-    fitting = [choice for choice in tuning.choices if choice.fits]
-    rivals = [choice for choice in fitting if not (tuning.recommended and choice.plan_only)]
-    used = f"{gibibytes(tuning.best.memory.total)} of {gibibytes(tuning.options.gpu_memory)}, of the fullest GPU"
-    return used if tuning.best is rivals[0] else f"{used}; the least of those as fast within 0.5%"
+    return [("over other ways", "\n".join(lines))] if lines else []
 
 
 def _level_words(choice: Choice) -> str:
@@ -311,13 +299,8 @@ def _longest_words(tuning: Tuning) -> str:
 
     choice = tuning.best
     longest = longest_of(choice.config, choice.cost, choice.memory, tuning.options.gpu_memory)
-    in_data = f"{tuning.longest_sequence:,} in the data"
-    if not longest:
-        return in_data
     can_share = choice.config.cp != "off" or not choice.cost.shares("gradients")
-    alone = longest[0].num_tokens
-    fits = ", which fits" if alone is not None and alone < tuning.longest_sequence else ""
-    return f"{in_data}{fits}; {longest_words(longest if can_share else longest[:1])}"
+    return longest_words(longest if can_share else longest[:1])
 
 
 def _fewest_words(tuning: Tuning) -> str:
@@ -325,21 +308,11 @@ def _fewest_words(tuning: Tuning) -> str:
 
     used = tuning.best.layout.gpus
     if tuning.fewest_gpus == used:
-        fewer = [str(count) for count in GPU_COUNTS if count < used]
-        return f"these {used}: {', '.join(fewer)} would not be enough" if fewer else "this one"
+        return f"{used}: it does not fit on fewer" if used > min(GPU_COUNTS) else "1"
     return f"{tuning.fewest_gpus} (`--gpus {tuning.fewest_gpus}` says how long a step takes then)"
 
 
 def _words(choice: Choice, tuning: Tuning) -> str:
     """Return a choice in words, with its layout where several were compared."""
     words = [f"ChunkSize {choice.config.chunk_size:,}", f"K {k_words(choice.config.k, choice.config.k_by_length)}"]
-    words += [_layout_words(choice)] if tuning.layouts else []
-    return ", ".join([*words, *_how(choice)])
-
-
-def _saving_words(choice: Choice) -> list[str]:
-    """Return how a choice saves memory."""
-    words = checkpointing_words(choice.cost.checkpointing)
-    words += ["KV offload"] if choice.cost.kv_offload else []
-    shares_otherwise = choice.cost.sharding != "optimizer" and choice.layout.dp > 1
-    return words + ([ZERO[choice.cost.sharding]] if shares_otherwise else [])
+    return ", ".join([*words, *[layout_words(*choice.layout)] * bool(tuning.layouts), *_how(choice)])

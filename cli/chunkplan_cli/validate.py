@@ -11,7 +11,7 @@ from rich.text import Text
 from chunkplan.errors import one_line
 from chunkplan.quantities import counted
 from chunkplan_cli.declared import JsonOption, WorkspaceOption
-from chunkplan_cli.terminal import note, print_json, stdout, warn
+from chunkplan_cli.terminal import facts_grid, note, print_json, stdout, warn
 
 if TYPE_CHECKING:
     from chunkplan.validation.validate import Validation
@@ -61,16 +61,13 @@ def _hint(result: Validation) -> str:
 
 def _print(result: Validation) -> None:
     console = stdout()
-    broken = {violation.invariant: violation for violation in reversed(result.violations)}
-    for name in (*result.passed, *result.unchecked):
-        checked = name in result.passed
-        console.print(
-            Text.assemble(("ok      " if checked else "not checked  ", "green" if checked else "yellow"), name)
-        )
+    broken = {violation.invariant for violation in result.violations}
+    outcome = f"{len(result.passed)} invariants hold" if result.ok else f"{counted(len(broken), 'invariant')} broken"
+    console.print(one_line(f"{result.kind} {result.path}: {outcome}"), soft_wrap=True)
     for violation in result.violations:
         more = f" (and {violation.count - 1:,} more)" if violation.count > 1 else ""
         where = f"{violation.where}: " if violation.where else ""
         found = one_line(f"{violation.invariant}: {where}{violation.message}{more}")
         console.print(Text.assemble(("BROKEN  ", "bold red"), found), soft_wrap=True)
-    outcome = f"{len(result.passed)} invariants hold" if result.ok else f"{counted(len(broken), 'invariant')} broken"
-    console.print(one_line(f"{result.kind} {result.path}: {outcome}"), soft_wrap=True)
+    checked = {"not checked": result.unchecked, "ok": result.passed}
+    console.print(facts_grid((name, ", ".join(names)) for name, names in checked.items() if names))

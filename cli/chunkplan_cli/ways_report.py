@@ -13,7 +13,6 @@ from rich.table import Table
 from rich.text import Text
 
 from chunkplan.cost.hardware import ERRORS, source_of
-from chunkplan.quantities import gibibytes
 
 if TYPE_CHECKING:
     from chunkplan.tuning.baselines import Baseline
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from chunkplan.tuning.options import TuneOptions
 
 #: Characters of the columns beside the name of a way.
-_WIDTHS = {"step": 9, "tokens/s": 9, "GPU-hours": 10, "lost": 7}
+_WIDTHS = {"step": 9, "tokens/s": 12, "GPU-hours": 10, "lost": 7}
 
 #: Of a bar of progress, which is drawn again below the row.
 _ERASE = Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2))
@@ -30,12 +29,9 @@ _ERASE = Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2))
 def print_way_heads(console: Console, title: str, options: TuneOptions) -> None:
     """Print what stands above the rows, and how far off their times may be."""
     source = source_of(options.hardware)
-    words = f"times within {ERRORS[source]:.0%}, GPU-hours of an epoch: the profile of the {options.hardware.name} is "
-    words += {"measured": "fitted to measurements", "data sheet": "from its data sheet and published figures"}.get(
-        source, source
-    )
+    words = f"predicted, good to about {ERRORS[source]:.0%} ({options.hardware.name}: {source}); GPU-hours: of an epoch"
     console.print(Text(title, style="bold"))
-    console.print(Text(f"{words}; GPU memory {gibibytes(options.gpu_memory)}", style="dim"))
+    console.print(Text(words, style="dim"))
     console.print(_row("way", tuple(_WIDTHS), "dim"))
 
 
@@ -55,7 +51,7 @@ def print_way(console: Console, way: Baseline | Choice, options: TuneOptions, nu
 
 def _row(name: str, cells: Sequence[str], style: str) -> Table:
     grid = Table.grid()
-    grid.add_column(width=42)
+    grid.add_column(width=41)
     for width in _WIDTHS.values():
         grid.add_column(width=width, justify="right", no_wrap=True)
     grid.add_row(name, *cells, style=style)

@@ -18,7 +18,7 @@ from typing import NoReturn
 from chunkplan.errors import ChunkplanError, UsageError, one_line
 from chunkplan.options import options_of, read_settings
 from chunkplan_runtime import require_torch, set_environment, world_size
-from chunkplan_runtime.training.config import TrainConfig
+from chunkplan_runtime.training.config import SCORING, TrainConfig
 from chunkplan_runtime.training.run_folder import RunFolder
 
 _EXAMPLE = """Example: torchrun --nproc-per-node 8 -m chunkplan_runtime.train \\
@@ -35,23 +35,24 @@ class _Terminated(KeyboardInterrupt):
     """Raised on SIGTERM, handled as Ctrl-C, so that nothing is left half written."""
 
 
-def main(arguments: list[str] | None = None, config: TrainConfig | None = None) -> int:
+def main(arguments: list[str] | None = None, config: TrainConfig | None = None, *, scores: bool = False) -> int:
     """Run the command; returns its exit code. Started by torchrun, it is one of the processes of a run.
 
-    `config`: the options, where they were read already.
+    `config`: the options, where they were read already. `scores`: it trains nothing, and writes scores of data.
     """
     before = signal.signal(signal.SIGTERM, _terminate)
     set_environment()
     is_main = os.environ.get("RANK", "0") == "0"
     try:
-        config = read_options(arguments) if config is None else config
+        config = read_options(arguments, scores=scores) if config is None else config
         require_torch()
         from chunkplan_runtime.training.processes import train_alone, train_together
 
-        (train_alone if world_size() == 1 else train_together)(config)
+        (train_alone if world_size() == 1 else train_together)(config, scores=scores)
     except KeyboardInterrupt as interrupt:
         if is_main:
             left = "nothing was done yet" if config is None else RunFolder(config.output).how_to_resume()
+            left = "run it again: it goes on behind the last file" if scores else left
             print(one_line(f"stopped; {left}"), file=sys.stderr)
         return 143 if isinstance(interrupt, _Terminated) else 130
     except ChunkplanError as error:
@@ -70,8 +71,8 @@ def main(arguments: list[str] | None = None, config: TrainConfig | None = None) 
     return 0
 
 
-def start(arguments: list[str], num_processes: int) -> int:
-    """Run this module with `arguments` on as many processes; returns the exit code of the run.
+def start(arguments: list[str], num_processes: int, module: str = "train") -> int:
+    """Run this module, or that for scores, with `arguments` on as many processes; returns the exit code of the run.
 
     What went wrong is printed by the processes: of several that fail, the code is that of the first.
     """
@@ -85,7 +86,7 @@ def start(arguments: list[str], num_processes: int) -> int:
     # A name of this machine need not resolve.
     how = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(num_processes)]
     try:
-        run(parse_args([*how, "-m", "chunkplan_runtime.train", *arguments]))  # type: ignore[no-untyped-call]
+        run(parse_args([*how, "-m", f"chunkplan_runtime.{module}", *arguments]))  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
         _, first = error.get_first_failure()
         return first.exitcode if first.exitcode > 0 else 128 - first.exitcode
@@ -111,13 +112,13 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(message, hint=f"`{self.prog} --help` shows what it takes")
 
 
-def read_options(arguments: list[str] | None) -> TrainConfig:
+def read_options(arguments: list[str] | None, *, scores: bool = False) -> TrainConfig:
     """The configuration that `arguments` (default: those of the process) and the file of their `--config` say.
 
     Raises:
         UsageError: an option is missing, unknown, or not what it may be; the TOML file is not there, or damaged.
     """
-    given = vars(make_parser().parse_args(arguments))
+    given = vars(make_parser(scores=scores).parse_args(arguments))
     file = given.pop("config", None)
     values = {**(read_settings(file, TrainConfig, section="train") if file is not None else {}), **given}
     for name, one in options_of(TrainConfig).items():
@@ -126,20 +127,23 @@ def read_options(arguments: list[str] | None) -> TrainConfig:
     return TrainConfig(**values)
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """All flags, as `read_options` reads them."""
+def make_parser(*, scores: bool = False) -> argparse.ArgumentParser:
+    """All flags, as `read_options` reads them; of those of a run that `scores` data."""
+    module, model = ("score", "--model NAME") if scores else ("train", "(--model NAME | --model-config FILE)")
     parser = _Parser(
-        prog="python -m chunkplan_runtime.train",
-        usage="%(prog)s --plan DIR (--model NAME | --model-config FILE) --output DIR [options]",
-        description="Train a model with a plan: gradients equal to those of whole sequences, in chunks.",
-        epilog=_EXAMPLE,
+        prog=f"python -m chunkplan_runtime.{module}",
+        usage=f"%(prog)s --plan DIR {model} --output DIR [options]",
+        description="Write the log-probability of every target token of a plan."
+        if scores
+        else "Train a model with a plan: gradients equal to those of whole sequences, in chunks.",
+        epilog=_EXAMPLE.replace(".train", f".{module}"),
         formatter_class=argparse.RawDescriptionHelpFormatter,  # an example that is broken elsewhere cannot be pasted
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
     words = "A TOML or YAML file with these options, such as lr = 1e-5; the command line wins."
     parser.add_argument("--config", type=Path, metavar="FILE", help=words)
-    declared = options_of(TrainConfig).values()
+    declared = [one for name, one in options_of(TrainConfig).items() if not scores or name in SCORING]
     groups = {name: parser.add_argument_group(name) for name in dict.fromkeys(one.group for one in declared)}
     for one in declared:
         words = one.help + (f" Default: {one.default_words}." if one.default_words else "")

@@ -58,7 +58,7 @@ def test_build_knows_the_memory_that_inspect_finds_in_the_plan(data: Path, optio
     assert document["memory"]["memory"]["kv"] > 0
     assert built(data, *words, "--dry-run")[0]["memory"] == document["memory"]
     total = document["memory"]["memory"]["total"] / 2**30
-    row = f"GPU memory .*{total:.1f} GiB of 79.0 GiB at the fullest moment"
+    row = f"GPU memory .*{total:.1f} GiB of 79.0 GiB on the fullest GPU"
     for command in (("build", "lengths.npy", *words), ("inspect",)):
         assert re.search(row, run(data, *command).stdout)
 

@@ -72,7 +72,7 @@ def test_a_calibration_is_a_profile_that_tune_takes(
         "--ks", "1", "--global-batch", "16",
     )  # fmt: skip
     assert code == 0, err
-    assert "on 1 x here (" in out
+    assert "1 x here (" in out
 
 
 def test_one_json_document_says_all_of_it(folder: Path, run: Callable[..., tuple[int, str, str]]) -> None:

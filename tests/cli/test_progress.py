@@ -12,7 +12,7 @@ import pytest
 from chunkplan import TuneOptions, tune
 from chunkplan.config.plan import PlanConfig
 from chunkplan.planning.batches import step_blocks
-from chunkplan.quantities import Pace, left_words
+from chunkplan.quantities import Pace, left_words, seconds
 from chunkplan_cli import progress
 
 
@@ -125,7 +125,7 @@ def test_a_tuning_reports_one_progress_with_the_best_so_far(tmp_path: Path, thor
     counts = [done for _, done, _ in calls]
     assert counts == sorted(counts) and 0 <= counts[0] <= counts[-1] <= 100
     assert {total for _, _, total in calls} == {100}
-    assert calls[-1][0] == f"best so far {found.best.step_ns / 1e9:.4g} s"
+    assert calls[-1][0] == f"best plan so far {seconds(found.best.step_ns / 1e3)}"
 
 
 def test_reading_says_no_time_left_before_it_can_be_told(

@@ -17,7 +17,7 @@ from chunkplan.cost.states import reduction_ns, stage_parameters
 from chunkplan.cost.token_bytes import ResidentTokens
 from chunkplan.errors import DataError, UsageError
 from chunkplan.operations import OPS
-from chunkplan.tuning.plan_only import why_plan_only
+from chunkplan.tuning.trial import why_plan_only
 from tests.cost.test_model import MIXTURE
 from tests.support.plain import PLAIN, plain_cost
 

@@ -61,11 +61,13 @@ def test_a_cost_model_is_read_back_with_its_levels():
 
 
 def test_levels_are_said_in_words():
-    assert checkpointing_words(MIXED) == ["keep-products to full in 10 of 28 layers"]
-    assert checkpointing_words("full:8,none:10,full:2,none:8") == ["full in 10 of 28 layers"]
+    full = "full activation checkpointing"
+    assert checkpointing_words("full:8,none:10,full:2,none:8") == [f"{full} in 10 of 28 layers"]
     assert checkpointing_words("full:1,none:1,keep-attention:1,keep-products:1") == [
-        "keep-products to full in 3 of 4 layers"
+        f"{full} in 1 of 4 layers, selective in others"
     ]
+    assert checkpointing_words("keep-attention:1,keep-products:3") == ["selective checkpointing by layer"]
+    assert checkpointing_words(MIXED)[0].startswith(full)
     assert checkpointing_words("none:28") == []
 
 

@@ -109,6 +109,8 @@ def test_the_host_has_the_inputs_of_all_tokens_in_flight_and_keys_and_values():
 
 
 def test_the_level_is_said_in_words():
-    assert checkpointing_words("offload") == ["checkpointing on the host"]
-    assert checkpointing_words("offload", "activation checkpointing") == ["activation checkpointing on the host"]
-    assert checkpointing_words("offload:2,keep-products:1,none:3") == ["keep-products to offload in 3 of 6 layers"]
+    offloaded = "full activation checkpointing, offloaded to CPU"
+    assert checkpointing_words("offload") == [offloaded]
+    assert checkpointing_words("offload:2,keep-products:1,none:3") == [
+        f"{offloaded} in 2 of 6 layers, selective in others"
+    ]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import datasets
 import numpy as np
@@ -21,12 +21,12 @@ from hypothesis import strategies as st
 import chunkplan
 from chunkplan.errors import DataError, UsageError
 from chunkplan.exporting.batches import read_batches
-from chunkplan.exporting.export import FORMATS
+from chunkplan.exporting.export import DOORS, FORMATS, open_rows
 from chunkplan.exporting.formats import write_shards
 from chunkplan.exporting.rows import ExportRows
 from chunkplan.exporting.torch_pipelining import TORCH_PIPELINING
 from chunkplan.planfile.analysis import Analysis
-from chunkplan_cli.export import Format
+from chunkplan_cli.export import Target
 from tests.support.analyses import LENGTHS, write_analysis
 from tests.support.plan_rows import tamper
 
@@ -102,7 +102,17 @@ def rows_of_plan(folder: Path, *, whole_only: bool) -> list[Row]:
 
 
 def test_every_format_has_a_reader_here_and_a_name_on_the_command_line() -> None:
-    assert READERS.keys() == FORMATS.keys() == {to.value for to in Format} - {TORCH_PIPELINING}
+    assert READERS.keys() == FORMATS.keys() == {*get_args(Target)} - {TORCH_PIPELINING} - DOORS.keys()
+
+
+def test_help_leads_from_the_name_of_a_framework_to_the_line_that_it_needs(command) -> None:
+    shown = " ".join(command("export", "--help", width=120).out.split())
+    for name, line in DOORS.items():
+        assert name in shown
+        refused = command("export", "--to", name)
+        assert refused.code == 2 and f"`{line}` in every process" in " ".join(refused.err.split())
+        with pytest.raises(UsageError, match="reads no files"):
+            chunkplan.export("plan", "out", name)
 
 
 @pytest.mark.parametrize("to", READERS)
@@ -236,6 +246,43 @@ def test_batches_hold_all_rows_whatever_their_size(counting, packed, batch_token
     assert all(sum(tokens) <= batch_tokens or len(tokens) == 1 for tokens in row_tokens)
     firsts = [token for batch in batches for token in batch.input_ids[~batch.target].tolist()]
     assert firsts == rows.start.tolist()
+
+
+@given(lengths=st.lists(st.integers(1, 64), min_size=1, max_size=30), multiple=st.sampled_from([1, 2, 8, 32]))
+def test_padded_sequences_fit_into_the_rows_that_they_are_packed_into(tmp_path_factory, lengths, multiple) -> None:
+    folder = tmp_path_factory.mktemp("padded")
+    np.save(folder / "lengths.npy", np.array(lengths))
+    packed = chunkplan.pack(folder / "lengths.npy", 64 + multiple // 2, multiple=multiple)
+    padded = -(-(packed.end - packed.start) // multiple) * multiple
+    assert sorted(packed.end - packed.start) == sorted(lengths)
+    assert np.add.reduceat(padded, packed.rows[:-1]).max() <= 64
+    assert packed.lower_bound <= packed.num_rows and packed.lower_bound >= -(-int(padded.sum()) // 64)
+
+
+def test_rows_read_one_at_a_time_are_those_of_batches(workspace) -> None:
+    rows = open_rows(workspace / "plan", 16, allow_split=True)
+    [batch] = read_batches(rows.rows, rows.tokens)
+    assert np.concatenate([row.input_ids for row in rows]).tolist() == batch.input_ids.tolist()
+    assert np.concatenate([row.target for row in rows]).tolist() == batch.target.tolist()
+    assert rows[-1].input_ids.tolist() == rows[len(rows) - 1].input_ids.tolist()
+    with pytest.raises(IndexError):
+        rows[len(rows)]
+
+
+def test_reading_rows_holds_no_copy_of_the_tokens(tmp_path) -> None:
+    """64 MB of tokens in rows of 4,096: what the process holds besides mapped files grows by less than a tenth."""
+    ids = np.arange(1 << 12)
+    write_analysis(tmp_path / "analysis", [(ids, ids > 0)] * (1 << 12))
+    rows = open_rows(tmp_path / "analysis", 1 << 12)
+    before = held()
+    assert len(rows) == 1 << 12 and sum(int(row.input_ids[-1]) for row in rows) == (1 << 12) * ids[-1]
+    assert held() - before < 6_400
+
+
+def held() -> int:
+    """Kilobytes of the process that no file backs."""
+    [line] = [each for each in Path("/proc/self/status").read_text().splitlines() if each.startswith("RssAnon")]
+    return int(line.split()[1])
 
 
 def test_shards_are_ended_when_they_are_large_enough_and_know_how_many_they_are(tmp_path) -> None:

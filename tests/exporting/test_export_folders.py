@@ -125,10 +125,10 @@ def test_the_command_says_what_would_be_lost_and_how_to_go_on(run) -> None:
     for arguments, expected in (
         (("--to", "hf"), ("--whole-only leaves", "--allow-split makes")),
         (("--to", "hf", "--workspace", "elsewhere"), ("chunkplan build",)),
-        ((), ("Missing option '--to'. Choose from: hf, megatron-bridge, jsonl, torch-pipelining\n",)),
+        ((), ("Missing option '--to'. Choose from: hf, megatron-bridge, jsonl, torch-pipelining, transformers, trl",)),
         (
             ("--to", "npz"),
-            ("Invalid value for '--to': 'npz' is not one of 'hf', 'megatron-bridge', 'jsonl', 'torch-pipelining'",),
+            ("Invalid value for '--to': 'npz' is not one of 'hf', 'megatron-bridge', 'jsonl', 'torch-pipelining', ",),
         ),
     ):
         ran = run("export", *arguments)

@@ -253,8 +253,8 @@ def test_what_is_not_data_is_said() -> None:
     write_lines(Path("a.jsonl"), [_ALPACA])
     assert [note.partition(": ")[2] for note in declared(["axolotl.yaml"]).notes] == [
         "of `type: alpaca` the keys are read; the text around them is the chat template's",
-        "only `datasets` and `test_datasets` are read; instead of others: analyze --max-length 4096 --overlong drop, "
-        "build --holdout 0.05",
+        "only `datasets` and `test_datasets` are read; instead of others: gain --model x, "
+        "analyze --max-length 4096 --overlong drop, build --holdout 0.05",
     ]
     _write_axolotl({"path": "a.jsonl"}, test_datasets=[{"path": "a.jsonl"}], val_set_size=0.05)
-    assert declared(["axolotl.yaml"]).notes == []
+    assert [note.rpartition(": ")[2] for note in declared(["axolotl.yaml"]).notes] == ["gain --model x"]

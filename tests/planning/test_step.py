@@ -106,6 +106,12 @@ def test_ranks_are_even_where_no_sequence_outweighs_one(seed: int, dp: int, equa
         ([5, 6], {"equal_sequences": True}, "equal-sequences goes with micro-batches"),
         ([5, 6], {"micro_batches": 1, "split": "full"}, "micro-batches are of whole sequences"),
         ([5, 6], {"micro_batches": 1, "targets": [1]}, "1 targets of 2 lengths"),
+        ([5, -1], {}, r"lengths\[1\] is -1, expected 1"),
+        ([[5], [6, 7]], {}, "no list of whole numbers"),
+        ([5, 6], {"cap": 64.5}, "chunk-size is 64.5, expected a number of tokens"),
+        ([5, 6], {"cap": None}, "chunk-size is None, expected a number of tokens"),
+        ([5, 6], {"dp": 2.5}, "dp is 2.5, expected a whole number from 1"),
+        ([5, 6], {"dp": 0}, "dp is 0, expected a whole number from 1"),
     ],
 )
 def test_what_cannot_be_planned_says_why(lengths: list[int], options: dict[str, Any], message: str) -> None:

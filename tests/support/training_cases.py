@@ -117,13 +117,13 @@ def run_with_one_callback(rank: int, *, size: int, port: int, arguments: list[li
         train_together(read_options(arguments[0]), [_StopsAt(steps)] if rank == size - 1 else [])
 
 
-def run_main(rank: int, *, size: int, port: int, arguments: list[list[str]]) -> tuple[int, str]:
-    """One command line for all, or one for each: (exit code, stderr)."""
+def run_main(rank: int, *, size: int, port: int, arguments: list[list[str]], **how: Any) -> tuple[int, str]:
+    """One command line for all, or one for each: (exit code, stderr); `how`: of `main`."""
     _join(rank, size, port)
     told = io.StringIO()
     with contextlib.redirect_stderr(told):
         try:
-            code = main(arguments[min(rank, len(arguments) - 1)])
+            code = main(arguments[min(rank, len(arguments) - 1)], **how)
         except SystemExit as end:
             code = int(str(end.code))
     return code, told.getvalue()

@@ -201,6 +201,7 @@ def test_no_mixture_that_fits_runs_less_again(sample: Sample, moments: np.ndarra
     moments=drawn_moments(all_kinds=True),
     gpu_memory=st.lists(st.integers(20 * GIB, 500 * GIB), min_size=2, max_size=2).map(sorted),
 )
+@example(moments=np.array([[[0] * 8, [242_812, *[0] * 7]]]), gpu_memory=[200_572_029_336] * 2)
 def test_every_stage_fits_and_more_memory_never_runs_more_again(
     sample: Sample, moments: np.ndarray, gpu_memory: list[int]
 ) -> None:

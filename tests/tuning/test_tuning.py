@@ -22,9 +22,8 @@ from chunkplan.errors import UsageError
 from chunkplan.tuning.baselines import baselines
 from chunkplan.tuning.document import tuning_document, write_tuning
 from chunkplan.tuning.options import LADDER, GpuLayout
-from chunkplan.tuning.plan_only import why_plan_only
 from chunkplan.tuning.sampling import sample_steps
-from chunkplan.tuning.trial import try_out
+from chunkplan.tuning.trial import try_out, why_plan_only
 from chunkplan.tuning.tune import Tuning, tune
 from chunkplan_runtime.feed.stream import check_runnable
 from tests.support.places import ROOT
@@ -100,7 +99,7 @@ def test_a_long_sequence_on_a_pipeline_is_cut_into_parts_of_equal_time(tmp_path:
         ran = command(
             "build", tmp_path / "long.npy", "--auto", "--from", tmp_path / "tune.json", "--output", place, *given
         )
-        assert ran.code == 0 and ("split cost" in ran.err) == (split == "cost")
+        assert ran.code == 0 and ("parts of equal time" in ran.err) == (split == "cost")
         plan = chunkplan.load_plan(place)
         assert plan.config.split == split
     assert found.best.step_ns / 1e3 == pytest.approx(

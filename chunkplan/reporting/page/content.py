@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import math
 import shlex
 from collections.abc import Callable, Sequence
 from importlib.resources import files
@@ -48,7 +47,7 @@ from chunkplan.reporting.token_text import TextSource
 from chunkplan.reporting.way_row import way_row
 from chunkplan.summary import PlanSummary
 from chunkplan.tuning.document_entries import ChoiceEntry, TuningDocument
-from chunkplan.tuning.plan_only import why_plan_only
+from chunkplan.tuning.trial import why_plan_only
 from chunkplan.tuning.tune import A_GAIN
 
 # Sections as one HTML file that fetches nothing: styles, scripts and plotly.js are in it.
@@ -136,9 +135,9 @@ def gain_facts(tuning: TuningDocument, own: ChoiceEntry | None, summary: PlanSum
     if today["step_seconds"] >= A_GAIN * step:
         gain, error = today["step_seconds"] / step, time_error(tuning)
         words = f"{gain:.2f}x as fast as {today['name']} ({todays}), the fastest baseline"
-        words += f"; that is within the {error:.0%} that times may be off by: measure both" if gain < 1 + error else ""
+        words += f"; predictions may be off by {error:.0%}: measure both" if gain < 1 + error else ""
     elif is_chosen:
-        words = f"nothing to gain: {today['name']} takes {todays}"
+        words = f"none: keep {today['name']} ({todays}); a plan takes {seconds(step * 1e6)}"
     else:
         words = f"none with this plan, which takes {seconds(step * 1e6)} a step; {today['name']} takes {todays}"
     if not is_chosen:
@@ -185,15 +184,13 @@ def source_facts(analysis: Analysis | None) -> list[tuple[str, str]]:
 
 
 #: Rows of the numbers of a plan that stand at the top.
-_AT_THE_TOP = ("ChunkSize, K", "dp x pp", "steps", "held out", "mix", "GPU memory", "shared sequences", "predicted")
+_AT_THE_TOP = ("predicted", "GPU memory", "GPUs", "ChunkSize, K", "steps", "eval", "mix", "shared sequences")
 
 
 def plan_facts(plan: Plan, report: PlanReport) -> list[tuple[str, str]]:
     """List what a plan is, what it holds of the data, and what it is predicted to take."""
     config, cost_model = plan.config, plan.manifest["predictions"]["cost_model"]
-    gpus = (config.dp, cost_model["tp"], config.pp)
     facts = [("model and GPUs", machine_words(cost_model))]
-    facts.append(("GPUs: dp x tp x pp", f"{math.prod(gpus):,}: {' x '.join(map(str, gpus))}"))
     rows = overview_rows(report.summary, plan.manifest, report.memory)
     facts += [row for row in rows if row[0] in _AT_THE_TOP]
     if plan.manifest["selection"]["num_held_out"]:

@@ -19,8 +19,9 @@ from chunkplan.planfile.plan import Action
 from chunkplan_runtime.attention.context import ChunkContext
 from chunkplan_runtime.devices import synchronize, wide
 from chunkplan_runtime.execution.links import Links
-from chunkplan_runtime.execution.loss import ChunkLoss, RankLoss, cross_entropy, rank_loss, use_head
+from chunkplan_runtime.execution.loss import ChunkLoss, RankLoss, cross_entropy, entropies, rank_loss, use_head
 from chunkplan_runtime.execution.reserve import KeptAttention, reserve_inputs, reserve_pages
+from chunkplan_runtime.execution.step_loss import OfChunks
 from chunkplan_runtime.feed.stream import RankWork, broken_plan
 from chunkplan_runtime.kv.host_memory import HostMemory
 from chunkplan_runtime.kv.pages import PageMemory
@@ -106,8 +107,11 @@ class RankExecutor:
         around: Around = nullcontext,
         before_last: Callable[[int], None] | None = None,
         collectives: Collectives = no_collectives,
+        weights: OfChunks | None = None,
     ) -> RankLoss:
         """Run all actions of `work`, whose share of the loss is one of the step's `num_target_tokens`.
+
+        `weights` are those of the losses of tokens in a loss of the step (`step_weights`), in place of that share.
 
         `around` is entered around every action, after what it waits for from other stages has come. `before_last` is
         called with each virtual stage, in its last action, when all that is left to do is to go backward through its
@@ -133,7 +137,7 @@ class RankExecutor:
                         self.halves.weight_half(key)
                 elif action.op in BACKWARDS:
                     before = before_last if action is last_of[action.virtual_stage] else None
-                    losses |= self._backward(work, action, 1 / max(num_target_tokens, 1), around, before)
+                    losses |= self._backward(work, action, weights or 1 / max(num_target_tokens, 1), around, before)
                 else:
                     self._forward(work, action, action.op, around)
                 done[key] = action.op
@@ -161,6 +165,17 @@ class RankExecutor:
         Without a number of target tokens no losses are computed. `what` it is for is said where it waits. Raises
         DataError: the forwards are not in the order of the sequences, or do not run every chunk.
         """
+        loss = None if num_target_tokens is None else cross_entropy()
+        return rank_loss(work, self.token_losses(work, loss, collectives, what), num_target_tokens or 0)
+
+    def token_losses(
+        self,
+        work: RankWork,
+        loss: ChunkLoss | None,
+        collectives: Collectives = no_collectives,
+        what: str = "evaluation",
+    ) -> OfChunks:
+        """The losses of tokens by chunk_id, by forwards alone, see `evaluate`; none where `loss` is None."""
         where = f"step {work.step}, rank {work.dp_rank}"
         forwards = [action for action in work.actions if action.op in FORWARDS]
         places = {(action.virtual_stage, action.chunk_id) for action in forwards}
@@ -171,15 +186,15 @@ class RankExecutor:
             for action in forwards:
                 self._begin_action(f"{what}, {where}", action, collectives)
                 hidden, tensors = self._forward(work, action, "evaluate", nullcontext), work.tensors[action.chunk_id]
-                if self._stages[action.virtual_stage].is_last and num_target_tokens is not None:
+                if self._stages[action.virtual_stage].is_last and loss is not None:
                     weights = hidden.new_ones(len(hidden), dtype=wide(hidden.dtype))
-                    losses[action.chunk_id], _ = cross_entropy()(self.model.head, hidden, tensors.labels, weights)
+                    losses[action.chunk_id], _ = loss(self.model.head, hidden, tensors.labels, weights)
                 for span in tensors.parts:
                     if span.stop == span.length:
                         self.stores[action.virtual_stage].drop(span)
             collectives(None)
         self.model.current.context = None
-        return rank_loss(work, losses, num_target_tokens or 0)
+        return losses
 
     def _begin_action(self, where: str, action: Action, collectives: Collectives) -> None:
         """Begin an action by what is done with other processes before it."""
@@ -240,11 +255,17 @@ class RankExecutor:
         return hidden
 
     def _backward(
-        self, work: RankWork, action: Action, scale: float, around: Around, before: Callable[[int], None] | None
+        self,
+        work: RankWork,
+        action: Action,
+        weight: float | OfChunks,
+        around: Around,
+        before: Callable[[int], None] | None,
     ) -> dict[int, Tensor]:
         """Run a chunk backward; gives its losses [num_tokens] on the last model stage, which computes them only now.
 
-        `scale`: the weight of a token's loss. `before` is called before it goes through the layers.
+        `weight`: of a token's loss, or by chunk those of its tokens. `before` is called before it goes through the
+        layers.
         """
         key = virtual_stage, chunk_id = action.virtual_stage, action.chunk_id
         part, tensors, store = self._stages[virtual_stage], work.tensors[chunk_id], self.stores[virtual_stage]
@@ -257,8 +278,14 @@ class RankExecutor:
                 store.start_backward(span)
             begin, self.model.current.context, borders = self.in_flight.pop(key)
             if isinstance(begin, Tensor):
-                weights = begin.new_full((len(begin),), scale, dtype=wide(begin.dtype))
-                losses[chunk_id], gradient = self._loss(self.model.head, begin, tensors.labels, weights)
+                loss, weights = self._loss, begin.new_full((len(begin),), 1, dtype=wide(begin.dtype))
+                if isinstance(weight, float):
+                    weights *= weight
+                else:
+                    weights = weight[chunk_id]
+                    loss = cross_entropy() if weights.ndim == 1 else entropies
+                found, gradient = loss(self.model.head, begin, tensors.labels, weights)
+                losses[chunk_id] = found.view(len(begin), -1)[:, 0]
                 if not any(chunk.num_target_tokens for chunk in work.chunks.values()):
                     use_head(self._loss, self.model.head, begin)
                 if not begin.requires_grad:  # all that is trained is the head

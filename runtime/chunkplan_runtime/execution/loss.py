@@ -30,8 +30,8 @@ from chunkplan_runtime.models.model import Head
 #: each token is to be, and how much its loss counts.
 ChunkLoss = Callable[[Any, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
-#: Of logits [rows, vocab_size], targets [rows] and weights [rows] the losses [rows] in at least float32, and the
-#: gradient of their weighted sum for the logits.
+#: Of logits [rows, vocab_size], targets [rows] and weights [rows, ...] the losses [rows, ...] in at least float32, and
+#: the gradient of their weighted sum for the logits.
 _OfLogits = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
@@ -48,10 +48,10 @@ class LogitLoss:
 
     def __call__(self, head: Head, hidden: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Implements `ChunkLoss`; a position without a target has no loss."""
-        losses = hidden.new_zeros(len(hidden), dtype=wide(hidden.dtype))  # [num_tokens]
+        losses = torch.zeros_like(weights)  # [num_tokens, ...]
         gradient = torch.zeros_like(hidden)  # [num_tokens, hidden_size]
         compiled = self.compiled() if self.compiled and head.compiles and torch.is_grad_enabled() else None
-        logit_bytes = LOGIT_BYTES if compiled is None else 2 * hidden.itemsize
+        logit_bytes = weights.ndim * LOGIT_BYTES if compiled is None else 2 * hidden.itemsize
         all_rows = torch.nonzero(labels != NO_TARGET).flatten()  # [num_target_tokens]
         at_once = tokens_at_once(head.vocab_size, logit_bytes)
         for on_host in torch.split(all_rows, at_once) if len(all_rows) else ():
@@ -72,6 +72,25 @@ class LogitLoss:
 def cross_entropy(label_smoothing: float = 0.0) -> LogitLoss:
     """Cross-entropy; `label_smoothing`: the share of a target that is spread over all entries of the vocabulary."""
     return LogitLoss(partial(_entropy, label_smoothing), partial(_compiled_entropy, label_smoothing))
+
+
+def entropies(head: Head, hidden: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """A `ChunkLoss` of two numbers a token: cross-entropy and entropy; `weights` [num_tokens, 2], or of both alike."""
+    of_both = weights if weights.ndim == 2 else weights[:, None].expand(-1, 2).contiguous()
+    return LogitLoss(_with_entropies)(head, hidden, labels, of_both)
+
+
+def _with_entropies(logits: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Cross-entropies and entropies [rows, 2], and the gradient of their sum weighted by `weights` [rows, 2]."""
+    log_probs = torch.log_softmax(logits.to(wide(logits.dtype)), 1)
+    probs = log_probs.exp()
+    losses = torch.stack([-log_probs.gather(1, targets[:, None])[:, 0], -(probs * log_probs).sum(1)], 1)
+    if not torch.is_grad_enabled():
+        return losses, probs
+    of_loss, of_entropy = weights[:, :1], weights[:, 1:]
+    gradient = log_probs.add_(losses[:, 1:]).mul_(-of_entropy).add_(of_loss).mul_(probs)
+    gradient[torch.arange(len(targets), device=targets.device), targets] -= of_loss[:, 0]
+    return losses, gradient.to(logits.dtype)
 
 
 def use_head(loss: ChunkLoss, head: Head, hidden: Tensor) -> None:

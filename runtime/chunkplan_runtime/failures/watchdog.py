@@ -230,7 +230,7 @@ class Watchdog:
                 self._wake.wait(self._interval)
                 self._wake.clear()
             if self._is_done:
-                if self._store.check(["exit_status"]):  # written while the last step was waiting for a suspended process
+                if self._store.check(["exit_status"]):  # another process was lost, and came back
                     self._end_job(0, None)
                 self._store.add("stopped", 1)
                 while self._hosts_store and self._store.add("stopped", 0) < self.layout.world_size:

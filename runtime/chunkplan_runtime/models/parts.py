@@ -19,6 +19,8 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
+from chunkplan.errors import UsageError
+
 #: The class that makes causal LMs of configs; its own types promise less than it does.
 AUTO_MODEL: Any = AutoModelForCausalLM
 
@@ -34,6 +36,24 @@ def whole_of(model: Any) -> Any:
 def has_adapters(model: Any) -> bool:
     """True if it has adapters of peft around it."""
     return hasattr(model, "get_base_model")
+
+
+@contextmanager
+def without_adapters(model: Any) -> Iterator[None]:
+    """Within the block `model` computes without its adapters of peft; raises UsageError where it has none."""
+    layers = [module for module in model.modules() if hasattr(module, "_disable_adapters")]
+    if not layers:
+        raise UsageError(
+            "the model has no adapters without which it would be the reference",
+            hint="put adapters around it (peft.LoraConfig), or bring log-probabilities of another model to the loss",
+        )
+    for layer in layers:  # not by `enable_adapters`, which also changes what is trained
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
 
 
 def decoder_of(model: Any) -> Any:

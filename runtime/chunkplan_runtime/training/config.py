@@ -173,6 +173,11 @@ class TrainConfig(Options):
     label_smoothing: float = _more_learning(
         _BELOW_1, "Share of each target that training spreads over the whole vocabulary.", default=0.0
     )
+    loss: str | None = _more_learning(
+        text("FILE:NAME"),
+        "A Python file and its function of log-probabilities that is the loss of a step.",
+        **_unset("cross-entropy"),
+    )
     router_loss: str | None = _more_learning(
         one_of(*ROUTER_LOSSES),
         "Load-balancing loss of a mixture of experts: none, over the whole batch, or over each sequence.",
@@ -217,6 +222,9 @@ class TrainConfig(Options):
             found = "neither is given" if self.model is None else "both are given"
             raise UsageError(f"--model or --model-config: {found}", hint="give one of them")
         self._check_adapters()
+        if self.loss and self.label_smoothing:
+            hint = "leave one of them out: a function of log-probabilities has no smoothed targets"
+            raise UsageError("--loss and --label-smoothing exclude each other", hint=hint)
         if self.sharding in SHARED[1:] and self.precision == "bf16-pure":
             raise UsageError(
                 f"--sharding {self.sharding} with --precision bf16-pure would sum gradients in bf16",
@@ -293,6 +301,13 @@ class TrainConfig(Options):
     def keeps_best(self) -> bool:
         """True if the checkpoint of the lowest evaluation loss is kept."""
         return self.early_stopping is not None if self.keep_best is None else self.keep_best
+
+
+#: Options of a run that scores data, and trains nothing.
+SCORING = (
+    *("plan", "analysis", "output", "model", "device", "attention", "kv_offload", "precision", "stage_layers"),
+    *("sharding",),
+)
 
 
 def fixed_options(config: TrainConfig) -> dict[str, Any]:

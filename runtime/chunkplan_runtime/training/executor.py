@@ -19,6 +19,7 @@ from chunkplan.domains import FLAG, Domain, whole
 from chunkplan.errors import UsageError
 from chunkplan_runtime.attention.interface import ATTENTION, register_attention
 from chunkplan_runtime.execution.executor import RankExecutor
+from chunkplan_runtime.execution.step_loss import StepLoss
 from chunkplan_runtime.feed.stream import PlanStream, StepWork, open_plan
 from chunkplan_runtime.models.checks import check_config, check_plan, max_positions, plan_stream
 from chunkplan_runtime.models.model import CausalLM, for_chunks
@@ -92,12 +93,13 @@ class Executor:
         pin_memory = self._model.device.type == "cuda"
         return plan_stream(self._model.config, *open_plan(plan, analysis), pin_memory=pin_memory)
 
-    def step(self, work: StepWork) -> float:
+    def step(self, work: StepWork, loss: StepLoss | None = None, *, with_reference: bool = False) -> float:
         """Run a step forward and backward, all ranks in `work`; adds to `.grad` and returns the loss.
 
-        That is the mean cross-entropy of the step's target tokens, of those ranks the sum of their shares, and the
-        load-balancing loss of routers where there is one. A step without targets teaches nothing: it adds no gradients,
-        and its loss is 0.
+        That is the mean cross-entropy of the step's target tokens, of those ranks the sum of their shares, or in its
+        place `loss` of all target tokens of the step, `with_reference` also of their log-probabilities without the
+        adapters of peft; and the load-balancing loss of routers where there is one. A step without targets teaches
+        nothing: it adds no gradients, and its loss is 0.
 
         Raises:
             UsageError: the step is not one for this model, or there would be no gradients, or none to trust. If it
@@ -113,8 +115,12 @@ class Executor:
         if not work.step.num_target_tokens:
             return 0.0
         with self._at_work():
-            losses = [rank.loss for rank in self._steps.run(work)]
-        return sum(losses, self._steps.router_loss or 0.0)
+            if loss is None:
+                value = sum(rank.loss for rank in self._steps.run(work))
+            else:
+                value, weights = self._steps.weigh(work, loss, with_reference=with_reference)
+                self._steps.run(work, weights=weights)
+        return value + (self._steps.router_loss or 0.0)
 
     def evaluate(self, work: StepWork) -> float:
         """The mean cross-entropy of a step's target tokens by forwards alone; `model.eval()` turns dropout off.

@@ -17,6 +17,7 @@ from chunkplan_runtime.distributed import job as jobs
 from chunkplan_runtime.failures.watchdog import Watchdog
 from chunkplan_runtime.layout import RankLayout, choose_layout, used_blocks
 from chunkplan_runtime.training.config import TrainConfig
+from chunkplan_runtime.training.scores import score
 from chunkplan_runtime.training.setup import choose_device, load_plans
 from chunkplan_runtime.training.trainer import train
 
@@ -24,18 +25,20 @@ from chunkplan_runtime.training.trainer import train
 _HEAD_START = 1.0
 
 
-def train_alone(config: TrainConfig, callbacks: Sequence[TrainerCallback] = ()) -> None:
+def train_alone(config: TrainConfig, callbacks: Sequence[TrainerCallback] = (), *, scores: bool = False) -> None:
     """Train on this process alone. `callbacks` are those of transformers; docs/training.md says when each is called.
+
+    `scores`: write scores of the data instead.
 
     Raises:
         ChunkplanError: as `train` does.
     """
     choose_layout(load_plan(config.plan), 1, 0)  # refused here if it cannot be
-    train(choose_device(config), jobs.Job(), callbacks)
+    (score if scores else train)(choose_device(config), jobs.Job(), callbacks)
 
 
-def train_together(config: TrainConfig, callbacks: Sequence[TrainerCallback] = ()) -> None:
-    """Train on all processes that were started; all of them call this. `callbacks`: of this one, as in `train_alone`.
+def train_together(config: TrainConfig, callbacks: Sequence[TrainerCallback] = (), *, scores: bool = False) -> None:
+    """Train on all processes that were started; all of them call this. The rest is as in `train_alone`, for this one.
 
     Raises:
         ChunkplanError: as `train` does, on the one process that prints it for all.
@@ -58,7 +61,7 @@ def train_together(config: TrainConfig, callbacks: Sequence[TrainerCallback] = (
             dist.broadcast_object_list(blocks, src=0)
             groups = jobs.make_groups(layout, torch.device(config.device), jobs.TIMEOUT, blocks[0])
             job = jobs.Job(layout, groups, watchdog)
-            train(config, job, callbacks)
+            (score if scores else train)(config, job, callbacks)
             job.barrier()
         watchdog.stop()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -18,9 +18,11 @@ from chunkplan.planfile.plan import PlanStep
 from chunkplan_runtime.distributed.job import Job, clip, gradient_norm, tied_weight
 from chunkplan_runtime.distributed.sharding import Shards
 from chunkplan_runtime.execution.executor import ActionClock, Around, RankExecutor, no_collectives
-from chunkplan_runtime.execution.loss import RankLoss, SequenceLoss, cross_entropy
+from chunkplan_runtime.execution.loss import RankLoss, SequenceLoss, cross_entropy, entropies
+from chunkplan_runtime.execution.step_loss import OfChunks, StepLoss, load_loss, step_weights
 from chunkplan_runtime.feed.stream import PlanStream, StepWork
 from chunkplan_runtime.models.model import CausalLM
+from chunkplan_runtime.models.parts import without_adapters
 from chunkplan_runtime.models.router_loss import router_loss_scope
 from chunkplan_runtime.training.checkpoint import read_tensors
 from chunkplan_runtime.training.config import TrainConfig
@@ -34,9 +36,9 @@ T = TypeVar("T")
 class Gradients:
     """The losses and the norm that come with a step's gradients.
 
-    `loss`: the mean of a target token, without the load-balancing loss of routers, which is `router_loss` with its
-    weight. `norm`: of all gradients, before clipping. `spent`: the seconds of each process, in their order. `times`: of
-    this process, action by action.
+    `loss`: the mean of a target token, or that of `--loss`, without the load-balancing loss of routers, which is
+    `router_loss` with its weight. `norm`: of all gradients, before clipping. `spent`: the seconds of each process, in
+    their order. `times`: of this process, action by action.
     """
 
     loss: float
@@ -64,22 +66,53 @@ class StepExecutor:
         """The load-balancing loss of the last step, of this process's chunks; None where there is none."""
         return None if self.ranks.router_loss.scope == "none" else self.ranks.router_loss.value
 
-    def run(self, work: StepWork, timed: Callable[[int], Around] = lambda dp_rank: nullcontext) -> list[RankLoss]:
-        """Add the gradients of a step; `timed` gives what is entered around each action of a data-parallel rank."""
+    def run(
+        self,
+        work: StepWork,
+        timed: Callable[[int], Around] = lambda dp_rank: nullcontext,
+        weights: Sequence[OfChunks | None] = (),
+    ) -> list[RankLoss]:
+        """Add the gradients of a step; `timed` gives what is entered around each action of a data-parallel rank.
+
+        `weights`: those of each rank in another loss than the mean over target tokens, see `weigh`.
+        """
         shards, losses = self._shards, []
         if shards:
             shards.begin_step()
         count = partial(self._run_forwards, work, partial(self.ranks.evaluate, what="counting"))
         self.ranks.router_loss.begin_step(work.step.num_tokens, count, self._job.all_gather_object)
         collectives = shards.collectives_of(work, self._job.layout) if shards else no_collectives
-        for rank in work.ranks:
+        for rank, of_rank in zip(work.ranks, weights or [None] * len(work.ranks), strict=True):
             around, reduce = timed(rank.dp_rank), None
             if shards:
                 around = shards.around(around)
                 reduce = shards.reduce_in_backward if rank is work.last else None
-            losses.append(self.ranks.run(rank, work.step.num_target_tokens, around, reduce, collectives))
+            num_target_tokens = work.step.num_target_tokens
+            losses.append(self.ranks.run(rank, num_target_tokens, around, reduce, collectives, of_rank))
         collectives(None)
         return losses
+
+    def score(self, work: StepWork) -> list[OfChunks]:
+        """The cross-entropies of tokens by forwards alone, by rank and chunk; none before the last stage."""
+        return self._run_forwards(work, partial(self.ranks.token_losses, loss=cross_entropy(), what="scores"))
+
+    def free(self) -> None:
+        """Give back what evaluations hold of weights that are shared."""
+        if self._shards:
+            self._shards.free()
+
+    def weigh(self, work: StepWork, loss: StepLoss, *, with_reference: bool = False) -> tuple[float, list[OfChunks]]:
+        """The value of a loss of the whole step, and the weights of each rank for `run`; see `step_weights`."""
+        run = partial(self.ranks.token_losses, what="log-probabilities")
+        losses = self._run_forwards(work, partial(run, loss=entropies))
+        if with_reference:
+            with without_adapters(self.ranks.model.model):
+                others = self._run_forwards(work, partial(run, loss=cross_entropy()))
+            losses = [
+                {chunk_id: torch.column_stack([of_rank[chunk_id], of_other[chunk_id]]) for chunk_id in of_rank}
+                for of_rank, of_other in zip(losses, others, strict=True)
+            ]
+        return step_weights(loss, work.ranks, losses, self._job.all_gather_object, self._job.layout.process)
 
     def evaluate(self, work: StepWork) -> list[RankLoss]:
         """The losses of a step by forwards alone."""
@@ -98,30 +131,42 @@ class StepExecutor:
         return found
 
 
+def make_executor(
+    model: CausalLM, config: TrainConfig, job: Job, *, master_weights: bool = False, router_loss: str = "none"
+) -> tuple[StepExecutor, Shards | None]:
+    """An executor of this process's part of a model, whose `model` it runs, and what is shared of its weights."""
+    groups, shards = job.groups, None
+    if groups and groups.replicas:
+        sharding = cast(Sharding, config.sharding or "optimizer")
+        shards = Shards(model, groups.replicas, master_weights=master_weights, sharding=sharding)
+        model = shards.model
+    ranks = RankExecutor(
+        model,
+        seed=config.seed,
+        kv_offload=bool(config.kv_offload),
+        links=groups.links(model.config.hidden_size, model.dtype) if groups else None,
+        exchanges=groups.exchanges if groups else None,
+        router_loss=router_loss,
+        loss=cross_entropy(config.label_smoothing),
+    )
+    return StepExecutor(ranks, shards, job), shards
+
+
 class TrainStep:
     """An optimizer step of a model, or of this process's stage of it; on several processes all do the same calls."""
 
     def __init__(self, model: CausalLM, config: TrainConfig, num_steps: int, job: Job) -> None:
-        groups, master_weights, shards = job.groups, config.precision == "bf16", None
-        sharding = cast(Sharding, config.sharding or "optimizer")
-        if groups and groups.replicas:
-            shards = Shards(model, groups.replicas, master_weights=master_weights, sharding=sharding)
-        self.model = shards.model if shards else model
-        self.executor = RankExecutor(
-            self.model,
-            seed=config.seed,
-            kv_offload=bool(config.kv_offload),
-            links=groups.links(model.config.hidden_size, self.model.dtype) if groups else None,
-            exchanges=groups.exchanges if groups else None,
-            router_loss=router_loss_scope(model.config, config.router_loss, str(config.model or config.model_config)),
-            loss=cross_entropy(config.label_smoothing),
-        )
-        self._steps = StepExecutor(self.executor, shards, job)
+        master_weights = config.precision == "bf16"
+        scope = router_loss_scope(model.config, config.router_loss, str(config.model or config.model_config))
+        self._steps, shards = make_executor(model, config, job, master_weights=master_weights, router_loss=scope)
+        self.executor = self._steps.ranks
+        self.model = self.executor.model
         self._shards, self._job, self._config, self._num_steps = shards, job, config, num_steps
         self._clock = ActionClock(self.model.device)
         # Sharded weights are fp32 master weights themselves.
         self._weights = TrainedWeights(model.model, master_weights=master_weights and shards is None)
-        self._tied = tied_weight(self.model, groups)
+        self._tied = tied_weight(self.model, job.groups)
+        self._loss = load_loss(config.loss) if config.loss else None
         self.optimizer = make_optimizer(self._weights.tensors, config)
 
     def compute_gradients(self, work: StepWork) -> Gradients:
@@ -131,7 +176,10 @@ class TrainStep:
             self.executor.doing = f"{step}, waiting for all processes to begin it"
             job.barrier()
             clock.start(work.step.step)
-            rank_losses = self._steps.run(work, clock.around)
+            value, derivatives = None, list[OfChunks]()
+            if self._loss and work.step.num_target_tokens:
+                value, derivatives = self._steps.weigh(work, self._loss)
+            rank_losses = self._steps.run(work, clock.around, derivatives)
             self.executor.doing = f"{step}, reducing gradients"
             with clock.reducing():
                 if self._shards:
@@ -145,7 +193,7 @@ class TrainStep:
         losses = [rank for ranks, *_ in gathered for rank in ranks]
         router_losses = [value for *_, value in gathered if value is not None]
         return Gradients(
-            loss=sum(rank.loss for rank in losses),
+            loss=sum(rank.loss for rank in losses) if value is None else value,
             norm=norm.item(),
             sequences=add_up([sequence for rank in losses for sequence in rank.sequences]),
             spent=[spent for _, spent, _ in gathered],
@@ -175,8 +223,7 @@ class TrainStep:
                     losses += [loss for rank in self._steps.evaluate(work) for loss in rank.sequences]
         finally:
             self.model.model.train()
-        if self._shards:
-            self._shards.free()
+        self._steps.free()
         return [loss for gathered in self._job.all_gather_object(losses) for loss in gathered]
 
     def tensors(self) -> dict[str, dict[str, torch.Tensor]]:

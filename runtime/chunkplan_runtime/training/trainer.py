@@ -22,6 +22,7 @@ from chunkplan.errors import ChunkplanError, UsageError
 from chunkplan.options import options_of
 from chunkplan.planfile.likeness import samples_of
 from chunkplan_runtime.distributed.job import Job, refuse_differences
+from chunkplan_runtime.execution.step_loss import load_loss
 from chunkplan_runtime.feed.stream import StepWork
 from chunkplan_runtime.models.model import read_config
 from chunkplan_runtime.training import checkpoint as checkpoints
@@ -74,6 +75,8 @@ class TrainingRun:
 
     def __init__(self, config: TrainConfig, folder: RunFolder, job: Job, callbacks: Sequence[TrainerCallback]) -> None:
         """Open data and model, compare them with those of the other processes, and go to the last checkpoint."""
+        if config.loss:
+            load_loss(config.loss)  # refused now if it is none
         model_config = read_config(config.model or config.model_config or "", router_loss=True)
         self.data = data = setup.open_data(config, model_config, job.layout)
         self.tokenizer = final.find_tokenizer(config)

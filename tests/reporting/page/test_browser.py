@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +57,7 @@ def browser() -> Iterator[Any]:
 def open_page(browser: Any) -> Open:
     """`open(file, width, scheme)` -> the page, all its charts drawn, and what it complains of or asks of others."""
 
-    def open_and_wait(
-        file: Path, width: int = 1280, scheme: str = "light"
-    ) -> tuple[Any, list[str]]:
+    def open_and_wait(file: Path, width: int = 1280, scheme: str = "light") -> tuple[Any, list[str]]:
         page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
         page.set_default_timeout(30_000)
         trouble: list[str] = []

@@ -99,7 +99,7 @@ def test_tables_have_all_that_inspect_shows(plan: Plan, tmp_path: Path) -> None:
     assert [row[3] for row in tables["Ranks, over all steps"][1:]] == [seconds(rank.cost_us) for rank in report.ranks]
     assert report.memory is not None
     memory = report.memory
-    said = f"{gibibytes(memory.memory.total)} of {gibibytes(memory.gpu_bytes)}. "
+    said = f"Fullest GPU: {gibibytes(memory.memory.total)} of {gibibytes(memory.gpu_bytes)}, on stage "
     assert said in text and f"weights {gibibytes(memory.memory.weights).removesuffix(' GiB')}" in text
 
 

@@ -21,7 +21,7 @@ import chunkplan
 from chunkplan.errors import DataError
 from chunkplan.extras import pip_install
 from chunkplan.planfile.plan import Plan
-from chunkplan.quantities import seconds
+from chunkplan.quantities import layout_words, seconds
 from chunkplan.reporting import page
 from chunkplan.reporting.per_step import per_step
 from tests.support.page_cases import HOSTILE, PLOTLY, Page, hostile_plan, hostile_tuning, write_and_read
@@ -142,7 +142,7 @@ def test_the_top_says_the_gain_the_gpus_the_sources_and_how_to_train(tmp_path: P
     ):
         assert command(*words).code == 0
     made = Page((tmp_path / "page.html").read_text(encoding="utf-8"))
-    assert "nothing to gain: " in made.text
+    assert "none: keep " in made.text
     tuned = tmp_path / "chunkplan-out" / "tuning.json"
     found = json.loads(tuned.read_text(encoding="utf-8"))
     slower = [{**row, "step_seconds": 10 * row["step_seconds"]} for row in found["baselines"]]
@@ -156,9 +156,9 @@ def test_the_top_says_the_gain_the_gpus_the_sources_and_how_to_train(tmp_path: P
     (tmp_path / "close.json").write_text(json.dumps({**found, "baselines": close}), encoding="utf-8")
     assert command("inspect", "chunkplan-out/analysis", "--html", "a.html", "--tuning", "close.json").code == 0
     top = (tmp_path / "a.html").read_text(encoding="utf-8")
-    assert "1.05x as fast as " in top and "within the 10% that times may be off by: measure both" in top
+    assert "1.05x as fast as " in top and "predictions may be off by 10%: measure both" in top
     assert "<h1>Qwen2.5-7B, all weights trained, on 8 x H200</h1>" in top
-    assert f"8: {' x '.join(map(str, layout))}" in made.text
+    assert f"8: {layout_words(*layout)}" in made.text
     assert "1 data source" in made.text and "one.jsonl" in made.text
     assert "chunkplan train --plan chunkplan-out/plan --model NAME" in made.text
     assert "candidates-chart" in made.charts

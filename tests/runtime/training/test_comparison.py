@@ -43,12 +43,12 @@ def test_a_plan_for_this_model_and_device_is_compared_with(made, tmp_path, capsy
 DIFFERENCES = {
     "all": (
         lambda cost: CostModel(),
-        "Qwen2.5-7B, h100, bf16; this run has qwen2 0.0B, %s, fp32",
+        "Qwen2.5-7B, h100, bf16; this run has qwen2 0.022M, %s, fp32",
         "--model {config} --hardware here.toml --precision fp32",
     ),
     "model": (
         lambda cost: replace(cost, shape=replace(QWEN2_5_7B, name=cost.shape.name)),
-        "qwen2 0.0B; this run has qwen2 0.0B of other sizes",
+        "qwen2 0.022M; this run has qwen2 0.022M of other sizes",
         "--model {config}",
     ),
     "device": (
@@ -146,7 +146,7 @@ def test_times_of_models_that_are_not_known_are_not_to_be_had(made, tmp_path, ca
     (tmp_path / "gemma" / "config.json").write_text(json.dumps(tiny_config("gemma")))
     arguments = [*options(made, tmp_path / "other", "--max-steps", 1), "--model-config", tmp_path / "gemma"]
     told = said(*arguments)
-    assert "times are for qwen2 0.0B; this run has a model of type gemma, whose times are not known\n" in told
+    assert "times are for qwen2 0.022M; this run has a model of type gemma, whose times are not known\n" in told
     assert lines(tmp_path / "other" / "metrics.jsonl")[0]["mfu"] > 0, "of what its own model computes"
 
 

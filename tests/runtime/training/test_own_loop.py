@@ -77,7 +77,7 @@ def test_a_run_in_two_halves_is_the_run_in_one(workspace, monkeypatch, capsys):
 
 def test_the_loop_of_the_page_trains(workspace, capsys):
     page = (ROOT / "docs" / "python-api.md").read_text(encoding="utf-8")
-    [loop, _] = [block for block in re.findall(r"```python\n(.*?)```", page, re.S) if "import Executor" in block]
+    [loop, _, _] = [block for block in re.findall(r"```python\n(.*?)```", page, re.S) if "import Executor" in block]
     assert len(loop.splitlines()) <= 20
     exec(loop, {})
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["0", "1", "2", "3"]
@@ -88,9 +88,16 @@ def test_the_loop_of_the_page_trains(workspace, capsys):
 
 def test_the_weights_of_the_page_are_trained_where_they_are_not_frozen(workspace, capsys):
     page = (ROOT / "docs" / "python-api.md").read_text(encoding="utf-8")
-    [_, recipe] = [block for block in re.findall(r"```python\n(.*?)```", page, re.S) if "import Executor" in block]
+    [_, recipe, _] = [block for block in re.findall(r"```python\n(.*?)```", page, re.S) if "import Executor" in block]
     torch.save(AutoModelForCausalLM.from_pretrained("path/to/model").state_dict(), "weights.pt")
     variables = {}
     exec(recipe, variables)
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["0", "1", "2", "3"]
     assert variables["trained"] and all(".self_attn." in name for name in variables["trained"])
+
+
+def test_the_loss_of_the_page_is_one(workspace, capsys):
+    page = (ROOT / "docs" / "python-api.md").read_text(encoding="utf-8")
+    [_, _, recipe] = [block for block in re.findall(r"```python\n(.*?)```", page, re.S) if "import Executor" in block]
+    exec(recipe, {})
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["0", "1", "2", "3"]

@@ -1,0 +1,1 @@
+"""Plans for the trainers of other frameworks, one module each."""
