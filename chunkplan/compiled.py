@@ -41,11 +41,8 @@ def compiled_in_place(function: Function) -> Function:
 
 
 def _compiled(function: Function, **options: Any) -> Function:
-    """Compile `function` once for Python and once, as a part without a wrapper, for the compiled functions it is in.
-
-    The wrapper that Python calls unpacks arguments, in code that for a table of columns is longer than a loop.
-    """
-    if numba.core.config.DISABLE_JIT:  # for debugging
+    """Compile `function` for Python, and for compiled functions as a part, without the long wrapper for Python."""
+    if vars(numba.config)["DISABLE_JIT"]:  # for debugging
         return function
     of_python = _dispatcher(function)
     compile_for_args = of_python._compile_for_args
@@ -56,11 +53,10 @@ def _compiled(function: Function, **options: Any) -> Function:
         copy = FunctionType(code, function.__globals__, argdefs=function.__defaults__)
         return _dispatcher(copy, no_cpython_wrapper=True, **options)
 
-    def template(args: Any, kws: Any) -> Any:
-        # Or a constant would be a type of its own, and what is called with it be compiled once more.
-        return part().get_call_template(tuple(map(unliteral, args)), {name: unliteral(kws[name]) for name in kws})
-
-    of_python.get_call_template = template
+    # Or a constant would be a type of its own, and what is called with it be compiled once more.
+    of_python.get_call_template = lambda args, kws: part().get_call_template(
+        tuple(map(unliteral, args)), {name: unliteral(kws[name]) for name in kws}
+    )
     of_python.get_overload = lambda signature: part().get_overload(signature)
     of_python._compile_for_args = lambda *args, **kws: _compile(compile_for_args, args, kws)
     return cast(Function, of_python)
@@ -82,8 +78,7 @@ def _dispatcher(function: Callable[..., object], **options: Any) -> Any:
 class _Library(JITCodeLibrary):
     """Code of a function that is optimised and made machine code when Python asks for its address.
 
-    numba does both with each function and once more with all that it calls. Here a part is only linked into what
-    calls it, and kept on disk as it is.
+    numba does both with each function, and again in each that calls it. Here parts are only linked.
     """
 
     _is_machine_code = False
@@ -122,9 +117,8 @@ def _compile(function: Callable[..., object], args: Any, kws: Any) -> object:
     """Call `function`, which compiles, with `_Library`, and rarely look for garbage, which is little."""
     with global_compiler_lock:
         codegen, thresholds = cpu_target.target_context.codegen(), gc.get_threshold()
-        set_env = codegen.set_env
+        set_env, codegen._library_class = codegen.set_env, _Library
         codegen.set_env = lambda name, env: set_env(name, env) if codegen._engine.is_symbol_defined(name) else None
-        codegen._library_class = _Library
         gc.set_threshold(thresholds[0] and 50_000, *thresholds[1:])
         try:
             return function(*args, **kws)
@@ -133,8 +127,7 @@ def _compile(function: Callable[..., object], args: Any, kws: Any) -> object:
             del codegen._library_class, codegen.set_env
 
 
-# A frame of 1 MiB: those of the compiler find room behind it. In blocks of 16 KiB, which Python gets and gives back as
-# calls cross their end, they took a tenth of the time.
+# A frame of 1 MiB, with room behind it for the compiler's: else Python maps 16 KiB at each call across a block's end.
 _compile.__code__ = _compile.__code__.replace(co_stacksize=1 << 17)
 
 

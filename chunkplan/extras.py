@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from importlib.metadata import PackageNotFoundError, requires
 
 from chunkplan.errors import UsageError
 
@@ -16,8 +17,6 @@ def pip_install(extra: str) -> str:
     Raises:
         ValueError: there is no such extra.
     """
-    from importlib.metadata import PackageNotFoundError, requires  # slow to import
-
     try:
         requirements = requires("chunkplan") or []
     except PackageNotFoundError:
@@ -37,8 +36,6 @@ def not_installed(error: Exception) -> UsageError | None:
     """
     if not isinstance(error, ModuleNotFoundError) or error.name is None:
         return None
-    from importlib.metadata import PackageNotFoundError, requires  # slow to import
-
     try:
         requirements = requires("chunkplan") or []
     except PackageNotFoundError:

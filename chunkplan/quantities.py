@@ -18,14 +18,16 @@ def counted(number: int, noun: str) -> str:
 
 
 def short_repr(result: Any) -> str:
-    """The `repr` of a dataclass: its numbers, names and paths; of what holds several the number, of others the type."""
+    """The `repr` of a dataclass without what is as by default: numbers, names and paths; of other values the size or
+    type."""
 
     def shown(value: Any) -> str:
         if value is None or isinstance(value, (bool, int, float, str, Path)):
             return repr(str(value) if isinstance(value, Path) else value)
         return f"<{len(value)}>" if hasattr(value, "__len__") else f"<{type(value).__name__}>"
 
-    entries = (f"{one.name}={shown(getattr(result, one.name))}" for one in fields(result) if one.repr)
+    values = ((one, getattr(result, one.name)) for one in fields(result) if one.repr)
+    entries = (f"{one.name}={shown(value)}" for one, value in values if one.default is not value)
     return f"{type(result).__name__}({', '.join(entries)})"
 
 

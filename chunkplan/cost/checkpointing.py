@@ -106,10 +106,10 @@ def checkpointing_words(checkpointing: str) -> list[str]:
     strongest = max(levels, key=CHECKPOINTINGS.index)
     if strongest == "none":
         return []
-    words = f"{_WORDS[strongest]} in {levels.count(strongest)} of {len(levels)} layers"
-    if {*levels} <= {"none", strongest}:
-        return [words]
-    return [f"{words}, selective in others" if strongest in ("full", "offload") else "selective checkpointing by layer"]
+    others = "" if {*levels} <= {"none", strongest} else ", selective in others"
+    if others and strongest not in ("full", "offload"):
+        return ["selective checkpointing by layer"]
+    return [f"{_WORDS[strongest]} in {levels.count(strongest)} of {len(levels)} layers{others}"]
 
 
 class HostLink(NamedTuple):

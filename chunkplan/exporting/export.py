@@ -167,8 +167,8 @@ FORMATS: dict[str, Callable[[Path, Iterable[RowBatch], str], list[str]]] = {
 
 #: Of frameworks that take no files of ours, by name: what makes them call the planner, in every process.
 DOORS = {
-    name: f"from chunkplan.adapters import {name.replace('-', '_')} as door; door.install()"
-    for name in ("megatron", "ms-swift", "nemo-rl", "prime-rl", "slime", "verl")
+    module.replace("_", "-"): f"from chunkplan.adapters import {module}; {module}.install()"
+    for module in ("megatron", "ms_swift", "nemo_rl", "prime_rl", "slime", "verl")
 } | {
     "axolotl": "from chunkplan_runtime.adapters.transformers import with_plan_step",
     "torchtitan": "from chunkplan.adapters.torchtitan import ChunkplanRowsConfig",

@@ -22,6 +22,7 @@ from chunkplan.planfile.manifest import config_of
 from chunkplan.planfile.notebook import plan_html
 from chunkplan.planfile.schema import CP_COLUMNS, plan_schemas, to_numpy
 from chunkplan.planfile.tables import conform, open_parquet, read_table
+from chunkplan.quantities import short_repr
 
 # Reads the rows of chunks.parquet or schedule.parquet step by step, a row group at a time.
 #
@@ -167,6 +168,8 @@ class Chunk:
     cp_tokens: int = 0
     kept_attention: str = ""
 
+    __repr__ = short_repr
+
     @property
     def kind(self) -> str:
         """The kind of the chunk: one of `KINDS`."""
@@ -200,18 +203,20 @@ class PlanStep:
     num_tokens: int
     num_target_tokens: int
     num_chunks: int
-    chunks_lower_bound: int
-    packing_lower_bound: int
-    optimal: bool
-    exceeds_share: bool
-    peak_retained_tokens: int
-    recompute_us: float
+    chunks_lower_bound: int = field(repr=False)
+    packing_lower_bound: int = field(repr=False)
+    optimal: bool = field(repr=False)
+    exceeds_share: bool = field(repr=False)
+    peak_retained_tokens: int = field(repr=False)
+    recompute_us: float = field(repr=False)
     predicted_us: float
-    lower_bound_us: float
+    lower_bound_us: float = field(repr=False)
     chunks: dict[int, list[Chunk]] = field(repr=False)
     actions: dict[tuple[int, int], list[Action]] = field(repr=False)
     schedule_us: dict[tuple[int, int], float] = field(repr=False)
     slots: dict[tuple[int, int], list[int]] = field(repr=False)
+
+    __repr__ = short_repr
 
     def sequences(self, rank: int) -> list[list[int]]:
         """The ids of the sequences in each chunk of a data-parallel rank; those of a zero-loss chunk are none."""

@@ -9,18 +9,20 @@ import numpy as np
 
 from chunkplan.arrays import Int64Array
 from chunkplan.config.plan import PlanConfig
+from chunkplan.cost.durations import Float64Array
 from chunkplan.cost.memory import StageMemory
 from chunkplan.cost.model import CostModel, Sharding
 from chunkplan.cost.token_bytes import MemoryRates
 from chunkplan.errors import DataError
 from chunkplan.operations import OPS
 from chunkplan.planfile.chunks import Chunks
-from chunkplan.planfile.plan import VALIDATE_HINT, Plan
+from chunkplan.planfile.plan import VALIDATE_HINT, Plan, find_step
 from chunkplan.planfile.schema import SCHEDULE
 from chunkplan.planfile.tables import read_table
 from chunkplan.planning.memory import LongestSequence, host_bytes_of, memory_of_stages, memory_rates_of
 from chunkplan.schedule.actions import Actions
-from chunkplan.schedule.holdings import highest_peak, peak_snapshots
+from chunkplan.schedule.holdings import highest_peak, kv_tokens, peak_snapshots, snapshot_bytes, stage_snapshots
+from chunkplan.simulation import simulate_ranks
 from chunkplan.tuning.trial import longest_of
 from chunkplan.validation.schedule_columns import ScheduleColumns
 
@@ -90,6 +92,30 @@ def memory_at(moments: Int64Array, ranks: Int64Array, config: PlanConfig, cost: 
         host_bytes=host_bytes_of(config, cost, moments),
         longest=longest_of(config, cost, memory[stage], gpu_bytes),
     )
+
+
+#: Moments of a step that are told: more cannot be seen apart.
+_MOST_MOMENTS = 400
+
+
+def memory_over_step(plan: Plan, peak: PlanMemory) -> tuple[Float64Array, list[StageMemory]]:
+    """Seconds at which actions of the stage and step of a plan's `peak` begin, or come to most, and its memory then.
+
+    Of many actions in a row it is the one that takes most.
+    """
+    cost, config, stage = plan.cost, plan.config, peak.stage
+    simulation = simulate_ranks(plan, find_step(plan, peak.step), [peak.dp_rank])[peak.dp_rank]
+    own = slice(*simulation.actions.stages[stage : stage + 2])
+    chunks, actions = simulation.table, simulation.actions
+    found = np.zeros((own.stop - own.start, 2, config.pp, 8), np.int64)
+    found[:, :, stage] = stage_snapshots(chunks, kv_tokens(chunks), actions, 0, stage, config.pp)
+    num_bytes = snapshot_bytes(found.reshape(-1, config.pp, 8), memory_rates_of(config, cost))[:, stage]
+    runs = np.array_split(np.arange(num_bytes.size), min(_MOST_MOMENTS, len(found)))
+    places = [int(run[num_bytes[run].argmax()]) for run in runs]
+    seconds = simulation.starts[own][[place // 2 for place in places]] / simulation.ticks / 1e6
+    held = [memory_of_stages(config, cost, found[place // 2, place % 2])[stage] for place in places]
+    end = memory_of_stages(config, cost, np.zeros((config.pp, 8), np.int64))[stage]
+    return np.append(seconds, simulation.makespan / 1e6), [*held, end]
 
 
 def _peak_snapshots(plan: Plan, chunks: Chunks, config: PlanConfig, held: MemoryRates) -> tuple[Int64Array, Int64Array]:

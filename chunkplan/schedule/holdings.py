@@ -102,45 +102,55 @@ def peak_retained(chunks: Chunks, actions: Actions) -> Int64Array:
 
 
 @compiled
-def peak_snapshots(chunks: Chunks, actions: Actions, memory_rates: MemoryRates) -> Int64Array:
-    """Tokens that each stage of many ranks holds at its peak in bytes: int64 [num_ranks, pp, 8].
+def stage_snapshots(
+    chunks: Chunks, kv: Int64Array, actions: Actions, rank: int, stage: int, num_stages: int
+) -> Int64Array:
+    """Tokens that a stage holds at the start of each of its actions: int64 [actions of the stage, 2, 8].
 
     The backward of the last chunk of a group allocates the gradients of all its keys and values, layer by layer, and
-    frees the activations of that chunk meanwhile. So its start and its end are two candidates for the peak.
+    frees the activations of that chunk meanwhile: such a backward has its end as well, others zeros there.
+    """
+    first_chunk, first_action = chunks.rank_chunks[rank], actions.stages[rank * num_stages + stage]
+    held = stage_holdings(chunks, kv, actions, rank, stage, num_stages)
+    found = np.zeros((held.shape[0], 2, 8), np.int64)
+    has_gradients = np.zeros(chunks.rank_chunks[rank + 1] - first_chunk, np.bool_)
+    num_gradients = np.int64(0)
+    for action in range(held.shape[0]):
+        op, chunk = actions.ops[first_action + action], actions.chunk_ids[first_action + action]
+        copy_to(found[action, START, :LAST_LAYER], held[action, START])
+        found[action, START, KV_GRADIENTS] = num_gradients
+        is_backward = op in (BACKWARD, BACKWARD_INPUT)
+        if is_backward and kv[START, first_chunk + chunk] > 0 and not has_gradients[chunk]:
+            num_gradients += _mark_group(kv[:, first_chunk:], chunk, has_gradients)
+            copy_to(found[action, END], found[action, START])
+            found[action, END, KV_GRADIENTS] = num_gradients
+            if op == BACKWARD:
+                found[action, END, ACTIVATIONS] -= chunks.num_tokens[first_chunk + chunk]
+                found[action, END, LAST_LAYER] = chunks.num_tokens[first_chunk + chunk]
+        num_gradients -= held[action, START, KV] - held[action, END, KV]
+    return found
+
+
+@compiled
+def peak_snapshots(chunks: Chunks, actions: Actions, memory_rates: MemoryRates) -> Int64Array:
+    """The one of the `stage_snapshots` of each stage of many ranks with most bytes: int64 [num_ranks, pp, 8].
 
     `memory_rates`: bytes of each stage by tokens of each kind.
     """
     num_ranks, pp = chunks.rank_chunks.size - 1, memory_rates.tokens.shape[0]
     kv = kv_tokens(chunks)
     snapshots = np.zeros((num_ranks, pp, 8), np.int64)
-    snapshot = np.zeros(8, np.int64)
     for rank in range(num_ranks):
-        first_chunk = chunks.rank_chunks[rank]
         for stage in range(pp):
-            first_action = actions.stages[rank * pp + stage]
-            held = stage_holdings(chunks, kv, actions, rank, stage, pp)
-            has_gradients = np.zeros(chunks.rank_chunks[rank + 1] - first_chunk, np.bool_)
-            num_gradients, on_host, most = np.int64(0), np.int64(0), -1.0
-            for action in range(held.shape[0]):
-                op, chunk = actions.ops[first_action + action], actions.chunk_ids[first_action + action]
-                is_backward = op in (BACKWARD, BACKWARD_INPUT)
-                is_first = is_backward and kv[START, first_chunk + chunk] > 0 and not has_gradients[chunk]
-                copy_to(snapshot[:LAST_LAYER], held[action, START])
-                on_host = max(on_host, held[action, START, ATTENTION_ON_HOST])
-                for is_end in range(1 + is_first):
-                    if is_end:
-                        in_group = _mark_group(kv[:, first_chunk:], chunk, has_gradients)
-                        num_gradients += in_group
-                        if op == BACKWARD:
-                            snapshot[ACTIVATIONS] -= chunks.num_tokens[first_chunk + chunk]
-                            snapshot[LAST_LAYER] = chunks.num_tokens[first_chunk + chunk]
-                    snapshot[KV_GRADIENTS] = num_gradients
-                    num_bytes = _bytes_of_snapshot(snapshot, memory_rates, stage)
+            found = stage_snapshots(chunks, kv, actions, rank, stage, pp)
+            on_host, most = np.int64(0), -1.0
+            for action in range(found.shape[0]):
+                on_host = max(on_host, found[action, START, ATTENTION_ON_HOST])
+                for when in range(1 + (found[action, END, KV_GRADIENTS] > 0)):
+                    num_bytes = _bytes_of_snapshot(found[action, when], memory_rates, stage)
                     if num_bytes > most:
                         most = num_bytes
-                        copy_to(snapshots[rank, stage], snapshot)
-                snapshot[LAST_LAYER] = 0
-                num_gradients -= held[action, START, KV] - held[action, END, KV]
+                        copy_to(snapshots[rank, stage], found[action, when])
             snapshots[rank, stage, ATTENTION_ON_HOST] = on_host
     return snapshots
 

@@ -156,14 +156,10 @@ def _layout_entry(estimate: LayoutEstimate) -> dict[str, object]:
 def baseline_entry(row: Baseline) -> BaselineEntry:
     """Return the `BaselineEntry` of a baseline."""
     entry = {
-        "key": row.key,
-        "name": row.name,
+        **{name: getattr(row, name) for name in ("key", "name", "tokens_per_second", "checkpointing", "sharding")},
         **row.layout._asdict(),
         "step_seconds": row.step_ns / 1e9,
-        "tokens_per_second": row.tokens_per_second,
         "largest_micro_batch": row.largest,
-        "checkpointing": row.checkpointing,
-        "sharding": row.sharding,
         "memory": {**asdict(row.memory), "total": row.memory.total},
         "fits": row.fits,
         "lost_tokens": row.lost,

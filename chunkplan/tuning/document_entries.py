@@ -71,6 +71,15 @@ class BaselineEntry(OutcomeEntry):
     lost_tokens: float
 
 
+class LayoutEntry(TypedDict):
+    """A layout that was compared; None where nothing fits."""
+
+    dp: int
+    tp: int
+    pp: int
+    step_seconds: float | None
+
+
 class OptionsEntry(TypedDict):
     """The options that were tuned for. `gpu_memory` is in bytes."""
 
@@ -126,10 +135,12 @@ class TuningDocument(TypedDict):
     options: OptionsEntry
     data: DataEntry
     baselines: list[BaselineEntry]
+    layouts: list[LayoutEntry]
     choices: list[ChoiceEntry]
     pareto: list[int]
     chosen: ChoiceEntry
     recommended: bool
+    speedup_over: str | None
     fewest_gpus: int
     cost_model: CostModelEntry
 
@@ -186,7 +197,9 @@ EXPECTED: Expected = {
     "data": {"num_sequences": whole(1), "longest_sequence": whole(1), "token_histogram": _SHARES},
     "baselines": [{**_OUTCOME, "name": TEXT, "lost_tokens": NUMBER}],
     "choices": [_CHOICE],
+    "layouts": [{**{name: whole(1) for name in ("dp", "tp", "pp")}, "step_seconds": or_null(_SECONDS)}],
     "pareto": [whole()],
+    "speedup_over": or_null(TEXT),
     "chosen": _CHOICE,
     "cost_model": {},
     "recommended": FLAG,

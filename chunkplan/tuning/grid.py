@@ -21,6 +21,7 @@ from chunkplan.cost.durations import balance_layers
 from chunkplan.cost.memory import StageMemory
 from chunkplan.cost.model import CostModel, Sharding
 from chunkplan.layers import split_layers
+from chunkplan.quantities import short_repr
 from chunkplan.tuning.bound import fewest_bytes
 from chunkplan.tuning.mixing import fitted, mixed
 from chunkplan.tuning.options import LADDER, GpuLayout, MemorySaving, TuneOptions
@@ -60,6 +61,8 @@ class Choice:
     host_bytes: int
     fits: bool
     plan_only: str | None
+
+    __repr__ = short_repr
 
     @property
     def layout(self) -> GpuLayout:

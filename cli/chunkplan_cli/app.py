@@ -29,10 +29,8 @@ _SYSTEM_HINT = "check that the path can be read or written, and that the disk ha
 #: Errors of the system for a wrong path, rather than for a machine in trouble.
 _USERS_TO_FIX = {errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EROFS}
 
-_COMMANDS = "gain analyze merge tune build inspect train score diff simulate validate export parity calibrate".split()
-
-#: The module of a command, where it has another name.
-_HOMES = {"score": "train"}
+_FIRST = ("gain", "analyze", "merge", "tune", "build", "inspect", "train", "score")
+_COMMANDS = (*_FIRST, "diff", "simulate", "validate", "export", "parity", "calibrate")
 
 
 def app(*words: str) -> typer.Typer:
@@ -50,19 +48,18 @@ def app(*words: str) -> typer.Typer:
         callback=_options,
     )
     for name in words[:1] if {*words[:1]} & {*_COMMANDS} else _COMMANDS:
-        command = _listed(name) if words in (("--help",), ("-h",)) else _imported(name)
+        command = _command(name, is_listed=words in (("--help",), ("-h",)))
         *paragraphs, example = (" ".join(paragraph.split()) for paragraph in (getdoc(command) or "").split("\n\n"))
         typer_app.command(name, cls=_Command, help="\n\n".join(paragraphs), epilog=example)(command)
     return typer_app
 
 
-def _imported(name: str) -> Callable[..., None]:
-    return cast(Callable[..., None], getattr(import_module(f"chunkplan_cli.{_HOMES.get(name, name)}"), name))
-
-
-def _listed(name: str) -> Callable[[], None]:
-    """A command that is only listed: its docstring is read from its source, as importing all takes longest."""
-    source = Path(__file__).with_name(f"{_HOMES.get(name, name)}.py").read_text(encoding="utf-8")
+def _command(name: str, is_listed: bool) -> Callable[..., None]:
+    """The command, or its docstring alone, read from the source, since importing all commands takes longest."""
+    module = "train" if name == "score" else name
+    if not is_listed:
+        return cast(Callable[..., None], getattr(import_module(f"chunkplan_cli.{module}"), name))
+    source = Path(__file__).with_name(f"{module}.py").read_text(encoding="utf-8")
 
     def command() -> None: ...
 

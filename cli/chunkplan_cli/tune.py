@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from itertools import accumulate, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,7 +10,6 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table as RichTable
 
-from chunkplan.cost.checkpointing import shown_levels
 from chunkplan.cost.fused import fused_words
 from chunkplan.cost.hardware import ERRORS, source_of
 from chunkplan.quantities import gibibytes, k_words, layout_words, percent, seconds, trained_words
@@ -222,8 +220,6 @@ def _verdict(tuning: Tuning) -> RichTable:
     rows += [("a step", rate), ("an epoch", hours), ("memory", memory)]
     if choice.host_bytes:
         rows.append(("host memory", f"{gibibytes(choice.host_bytes)} a GPU{_on_host(choice)}"))
-    if by_layer := _level_words(choice):
-        rows.append(("checkpointing", by_layer))
     rows += [("longest that fits", longest)] if (longest := _longest_words(tuning)) else []
     rows.append(("fewest GPUs", _fewest_words(tuning)))
     if lost := [f"{row.name}: {percent(row.lost)}" for row in tuning.baselines if row.lost]:
@@ -272,25 +268,6 @@ def _against(tuning: Tuning) -> list[tuple[str, str]]:
         if row.fits and row is not tuning.best_baseline
     ]
     return [("over other ways", "\n".join(lines))] if lines else []
-
-
-def _level_words(choice: Choice) -> str:
-    """Return the levels of activation checkpointing of the layers, stage by stage, where these differ."""
-    levels, layers = choice.cost.levels, choice.config.layers(choice.cost.shape.num_layers)
-    if len(set(levels)) == 1:
-        return ""
-    stops = list(accumulate(layers))
-    own = [shown_levels(levels[stop - count : stop]) for stop, count in zip(stops, layers, strict=True)]
-    shown = [each.replace(",", ", ") for each in own]  # lines end between runs
-    if len(shown) == 1:
-        return shown[0]
-    kind = "model stage" if choice.config.virtual_stages > 1 else "stage"
-    place, words = 0, []
-    for same, run in groupby(shown):
-        last = place + len(list(run)) - 1
-        words.append(f"{kind} {place}: {same}" if last == place else f"{kind}s {place} to {last}: {same}")
-        place = last + 1
-    return "\n".join(words)
 
 
 def _longest_words(tuning: Tuning) -> str:

@@ -6,6 +6,7 @@ With its own builder, collator and sampler.
 from __future__ import annotations
 
 import pickle
+import re
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -21,6 +22,7 @@ from megatron.bridge.data.packing.config import PackedSequenceSpecs
 from megatron.bridge.data.packing.offline import _pre_pad_data_point
 from megatron.bridge.data.packing.parquet import GPTSFTPackedParquetDataset
 from megatron.bridge.data.samplers import MegatronPretrainingSampler
+from places import section
 
 import chunkplan
 from chunkplan.adapters import megatron_bridge
@@ -38,10 +40,11 @@ def sequences() -> list[tuple[Any, Any]]:
 @pytest.fixture
 def workspace(tmp_path: Path) -> Path:
     """`analysis`, and a `plan` of it: whole sequences, two micro-batches of 64 tokens on each of two ranks a step."""
-    write_analysis(tmp_path / "analysis", sequences())
+    folder = tmp_path / "chunkplan-out"
+    write_analysis(folder / "analysis", sequences())
     config = chunkplan.PlanConfig(chunk_size=64, k=1, dp=2, global_batch=8, epochs=2, micro_batches=2, cp="off")
-    chunkplan.build(tmp_path / "analysis", tmp_path / "plan", config)
-    return tmp_path
+    chunkplan.build(folder / "analysis", folder / "plan", config)
+    return folder
 
 
 def dataset(path: Path, **options: Any) -> Any:
@@ -154,3 +157,12 @@ def test_parts_are_left_out_or_given_where_that_is_asked_for(workspace: Path) ->
     megatron_bridge.install(allow_split=True)
     assert len(documents(dataset(workspace / "analysis", size=32))) == 18
     megatron_bridge.install()
+
+
+def test_the_code_of_the_page_runs_as_written(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(workspace.parent)
+    [block] = re.findall(r"```python\n(.*?)```", section("integrations.md", "Megatron-Bridge"), re.S)
+    names: dict[str, Any] = {}
+    exec(block, names)
+    specs = names["specs"]
+    assert len(dataset(specs.packed_train_data_path, size=specs.packed_sequence_size)) == 16

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from analyses import write_analysis
+from places import section
 from torchtitan.components.data import (
     FirstFitPackingConfig,
     GrainDataLoader,
@@ -33,10 +35,11 @@ def sequences() -> list[tuple[Any, Any]]:
 @pytest.fixture
 def workspace(tmp_path: Path) -> Path:
     """`analysis`, and a `plan` of it: whole sequences, two micro-batches of 64 tokens on each of two ranks a step."""
-    write_analysis(tmp_path / "analysis", sequences())
+    folder = tmp_path / "chunkplan-out"
+    write_analysis(folder / "analysis", sequences())
     config = chunkplan.PlanConfig(chunk_size=64, k=1, dp=2, global_batch=8, micro_batches=2, cp="off")
-    chunkplan.build(tmp_path / "analysis", tmp_path / "plan", config)
-    return tmp_path
+    chunkplan.build(folder / "analysis", folder / "plan", config)
+    return folder
 
 
 def loader(dataset: Any, rank: int = 0, ranks: int = 1, tokens: int = 64, **options: Any) -> GrainDataLoader:
@@ -111,3 +114,11 @@ def test_what_does_not_fit_says_what_does(workspace: Path) -> None:
         loader(ChunkplanRowsConfig(path=str(workspace / "analysis")), tokens=32)
     with pytest.raises(ValueError, match="there is no"):
         loader(ChunkplanRowsConfig(path=str(workspace / "nothing")))
+
+
+def test_the_code_of_the_page_runs_as_written(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(workspace.parent)
+    [block] = re.findall(r"```python\n(.*?)```", section("integrations.md", "torchtitan"), re.S)
+    names: dict[str, Any] = {}
+    exec(block, names)
+    assert documents([next(iter(loader(names["config"].dataset, 1, 2, tokens=8192)))])

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from chunkplan.adapters.balance import balance_in_fewest
 from chunkplan.adapters.slime import build_dp_schedule
 from chunkplan.adapters.verl import get_seqlen_balanced_partitions
+from chunkplan.exporting.export import DOORS
 from tests.support.places import ROOT
 
 works = st.lists(st.integers(1, 10**15), min_size=1, max_size=60)
@@ -133,59 +134,61 @@ def test_settings_of_slime_that_do_not_go_are_named(settings: dict[str, Any], me
 
 
 class Peer(NamedTuple):
-    """A framework, in folders of CHUNKPLAN_PEERS of which the first is its checkout: our `door`, and tests on CPUs.
+    """A framework, in folders of CHUNKPLAN_PEERS of which the first is its checkout, with tests that need no GPU.
 
-    `tests` are paths from the checkout, and names of cases in tests/adapters; `left_out` does not run, by `pytest -k`.
+    `line` puts our door in place. `tests` are paths from the checkout, and names of cases in tests/adapters; `left_out`
+    does not run, by `pytest -k`.
     """
 
-    door: str
+    line: str
     folders: list[str]
     tests: list[str]
     left_out: str = ""
 
 
 PEERS = {
-    "slime": Peer("slime", ["slime"], ["tests/test_dp_schedule.py"]),
-    "nemo_rl": Peer("nemo_rl", ["nemo_rl"], ["tests/unit/data/packing/test_algorithms.py", "cases_nemo_rl.py"]),
+    "slime": Peer(DOORS["slime"], ["slime"], ["tests/test_dp_schedule.py"]),
+    "nemo_rl": Peer(DOORS["nemo-rl"], ["nemo_rl"], ["tests/unit/data/packing/test_algorithms.py", "cases_nemo_rl.py"]),
     # Left out: a test that asks for two GPUs.
-    "verl": Peer("verl", ["verl"], ["tests/utils/test_seqlen_balancing.py", "cases_verl.py"], "distributed_params"),
+    "verl": Peer(
+        DOORS["verl"], ["verl"], ["tests/utils/test_seqlen_balancing.py", "cases_verl.py"], "distributed_params"
+    ),
     "verl, dynamic context parallelism": Peer(
-        "megatron", ["verl", "megatron"], ["tests/utils/test_dynamic_cp_scheduler.py", "cases_verl_dynamic_cp.py"]
+        DOORS["megatron"],
+        ["verl", "megatron"],
+        ["tests/utils/test_dynamic_cp_scheduler.py", "cases_verl_dynamic_cp.py"],
     ),
     "megatron": Peer(
-        "megatron",
+        DOORS["megatron"],
         ["megatron"],
         ["tests/unit_tests/test_sequence_packing.py", "cases_megatron.py"],
         "wrap_dataloader or get_batch_on_this_rank or distributed or dcp_compatible",
     ),
     # Left out: a test of which bins prime-rl splits; ours have less in the heaviest one.
     "prime_rl": Peer(
-        "prime_rl",
+        DOORS["prime-rl"],
         ["prime_rl", "prime_rl/src", "prime_rl/packages/prime-rl-configs/src"],
         ["tests/unit/orchestrator/test_batch.py", "cases_prime_rl.py"],
         "splits_heaviest_flop_bin",
     ),
     "megatron_bridge": Peer(
-        "megatron_bridge",
+        "from chunkplan.adapters import megatron_bridge; megatron_bridge.install()",
         ["megatron_bridge", "megatron_bridge/src", "megatron"],
         ["tests/unit_tests/data/packing/test_parquet.py", "cases_megatron_bridge.py"],
     ),
-    "torchtitan": Peer("torchtitan", ["torchtitan"], ["cases_torchtitan.py"]),
+    "torchtitan": Peer(DOORS["torchtitan"], ["torchtitan"], ["cases_torchtitan.py"]),
 }
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", PEERS)
 def test_their_own_tests_and_ours_pass_with_ours_in_place(name: str, tmp_path: Path) -> None:
-    """The checkouts are folders of CHUNKPLAN_PEERS; what they import is on the path of Python."""
+    """By the line that `export --to NAME` prints; what the checkouts import is on the path of Python."""
     peer = PEERS[name]
     folders = [Path(os.environ.get("CHUNKPLAN_PEERS", tmp_path), folder) for folder in peer.folders]
     if missing := [folder.name for folder in folders if not folder.is_dir()]:
         pytest.skip(f"no checkout of {missing[0]}: set CHUNKPLAN_PEERS to a folder that has it as {missing[0]}")
-    (tmp_path / "in_place.py").write_text(
-        f"import bare_packages\nfrom chunkplan.adapters import {peer.door} as door\n"
-        "getattr(door, 'install', lambda: None)()\n"
-    )
+    (tmp_path / "in_place.py").write_text(f"import bare_packages\n{peer.line}\n")
     path = os.pathsep.join(
         map(str, [tmp_path, ROOT / "tests/support", *folders, os.environ.get("PYTHONPATH", ""), ROOT])
     )

@@ -1,16 +1,29 @@
-"""What tests of `ChunkTrainer` share: a plan, gradients of whole sequences, and what plain `Trainer` is given."""
+"""What tests of `ChunkTrainer` share: gradients of whole sequences, what plain `Trainer` is given, and processes."""
 
 from __future__ import annotations
+
+import contextlib
+import io
+import os
+import signal
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from peft import LoraConfig, get_peft_model
 from torch.nn.functional import cross_entropy
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Dataset
-from transformers import Trainer, TrainerCallback
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-from chunkplan_runtime import open_plan
+from chunkplan.errors import ChunkplanError
+from chunkplan_runtime import ChunkTrainer, open_plan
+from chunkplan_runtime.models.parts import evaluate_in_float64
 from chunkplan_runtime.proof.prove import relative_errors, vanishing_gradients
+from chunkplan_runtime.train import read_options
+from chunkplan_runtime.training.optimizer import make_optimizer
+from tests.support.training_cases import join
 
 
 class Gradients(TrainerCallback):
@@ -106,3 +119,91 @@ def plain(made, **more):
         "remove_unused_columns": False,
         **more,
     }
+
+
+class _On(TrainerCallback):
+    """Asks to stop, fails or dies on one process, when a step has ended."""
+
+    def __init__(self, what: str, step: int) -> None:
+        self.what, self.step = what, step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step != self.step:
+            return
+        control.should_training_stop |= self.what == "stops"
+        if self.what == "fails":
+            raise ValueError("by a callback")
+        if self.what == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class _LogsStop(TrainerCallback):
+    """Asks to stop when something is logged, after the step has decided what follows it."""
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = True
+
+
+def chunk_trainer_here(
+    rank: int,
+    *,
+    port: int,
+    size: int,
+    plan: Path,
+    model: Path,
+    settings: dict[str, Any],
+    own: dict[str, Any] | None = None,
+    adapters: bool = False,
+    dtype: torch.dtype = torch.float64,
+    like: list[str] | None = None,
+    resume: Any = None,
+    seeds: list[int] | None = None,
+    on: tuple[int, str, int] | None = None,
+) -> tuple[Any, str]:
+    """Train by a script that torchrun started as one of `size` processes: (what it leaves, stderr) or (error, stderr).
+
+    `like`: the options of a run whose optimizer and rates this one has. `seeds`: of weights that are drawn, of each
+    process. `on`: what which process does after which step.
+    """
+    join(rank, size, port)
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+        try:
+            loaded = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+            for parameter in loaded.parameters() if seeds else ():
+                parameter.data.normal_(generator=torch.Generator().manual_seed(seeds[rank]))
+            loaded = with_adapters(loaded) if adapters else loaded
+            args = TrainingArguments(
+                report_to=[], **{"use_cpu": True, "learning_rate": 1e-2, "logging_steps": 1, **settings}
+            )
+            callbacks = {"stops": _On, "fails": _On, "dies": _On}
+            made = (
+                [] if on is None or on[0] != rank else [_LogsStop()] if on[1] == "logs" else [callbacks[on[1]](*on[1:])]
+            )
+            more = {**(own or {}), **({} if like is None else {"optimizers": _like(loaded, like)})}
+            trainer = ChunkTrainer(loaded, args=args, plan=plan, callbacks=made, **more)
+            with evaluate_in_float64(loaded) if dtype == torch.float64 else contextlib.nullcontext():
+                trainer.train(resume_from_checkpoint=resume)
+                evaluated = trainer.evaluate()["eval_loss"] if trainer.eval_dataset is not None else None
+            trainer.save_model(str(Path(args.output_dir) / "final"))
+        except (ChunkplanError, ValueError) as error:
+            return repr(error) + getattr(error, "hint", ""), said.getvalue()
+        except SystemExit as end:
+            return end.code, said.getvalue()
+    times = ("runtime", "per_second")
+    logs = [
+        {name: value for name, value in entry.items() if not name.endswith(times)}
+        for entry in trainer.state.log_history
+        if "train_loss" not in entry
+    ]
+    return {"logs": logs, "eval_loss": evaluated, "flops": trainer.state.total_flos}, said.getvalue()
+
+
+def _like(model: Any, arguments: list[str]) -> tuple[Any, Any]:
+    """Optimizer and schedule of a run of the trainer's command."""
+    config = read_options([*arguments, "--device", "cpu"])
+    optimizer = make_optimizer(dict(model.named_parameters()), config)
+    for group in optimizer.param_groups:
+        group["lr"] = 1.0  # times the rate
+    assert config.max_steps is not None
+    return optimizer, LambdaLR(optimizer, lambda step: config.learning_rate(step, config.max_steps or 0))

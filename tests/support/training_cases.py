@@ -112,14 +112,14 @@ class _StopsAt(TrainerCallback):
 
 def run_with_one_callback(rank: int, *, size: int, port: int, arguments: list[list[str]], steps: int) -> None:
     """A run from Python, where the last process alone has a callback: it stops after `steps`."""
-    _join(rank, size, port)
+    join(rank, size, port)
     with contextlib.redirect_stderr(io.StringIO()):
         train_together(read_options(arguments[0]), [_StopsAt(steps)] if rank == size - 1 else [])
 
 
 def run_main(rank: int, *, size: int, port: int, arguments: list[list[str]], **how: Any) -> tuple[int, str]:
     """One command line for all, or one for each: (exit code, stderr); `how`: of `main`."""
-    _join(rank, size, port)
+    join(rank, size, port)
     told = io.StringIO()
     with contextlib.redirect_stderr(told):
         try:
@@ -166,7 +166,7 @@ def run_main_and_count(rank: int, **arguments: Any) -> tuple[int, str, int, int]
     return code, told, *(held[-1] if held else (0, 0))
 
 
-def _join(rank: int, size: int, port: int) -> None:
+def join(rank: int, size: int, port: int) -> None:
     """Say to this process which one it is, as torchrun would."""
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ |= {name: str(value) for name, value in place.items()}

@@ -113,18 +113,17 @@ _NAMED = 3
 
 
 def gain_facts(tuning: TuningDocument, own: ChoiceEntry | None, summary: PlanSummary | None) -> list[tuple[str, str]]:
-    """Return the speedup of a step over the fastest baseline that fits and loses no token.
+    """Return the speedup of a step over the baseline that the tuning compares with: the fastest that fits and loses no
+    token, or the one that was named.
 
     The step is that of `own`, the choice of a plan; without one, the mean step of `summary`, for a plan that is none of
     the choices; without a plan, that of the chosen one. For a plan with other settings the chosen step is added.
     """
-    today = min(
-        (row for row in tuning["baselines"] if row["fits"] and not row["lost_tokens"]),
-        key=lambda row: row["step_seconds"],
-        default=None,
-    )
+    today = next((row for row in tuning["baselines"] if row["name"] == tuning["speedup_over"]), None)
     if today is None:
-        return [("gain", "no baseline fits without cutting sequences")]
+        return [("gain", "nothing to compare with: no way of today, or not the one that was named, fits")]
+    whole = [row["step_seconds"] for row in tuning["baselines"] if row["fits"] and not row["lost_tokens"]]
+    is_fastest = not today["lost_tokens"] and today["step_seconds"] == min(whole)
     chosen = tuning["chosen"]
     if summary is None or own is not None:
         step = (own or chosen)["step_seconds"]
@@ -134,7 +133,7 @@ def gain_facts(tuning: TuningDocument, own: ChoiceEntry | None, summary: PlanSum
     todays = f"{seconds(today['step_seconds'] * 1e6)} a step"
     if today["step_seconds"] >= A_GAIN * step:
         gain, error = today["step_seconds"] / step, time_error(tuning)
-        words = f"{gain:.2f}x as fast as {today['name']} ({todays}), the fastest baseline"
+        words = f"{gain:.2f}x as fast as {today['name']} ({todays}{', the fastest of today' if is_fastest else ''})"
         words += f"; predictions may be off by {error:.0%}: measure both" if gain < 1 + error else ""
     elif is_chosen:
         words = f"none: keep {today['name']} ({todays}); a plan takes {seconds(step * 1e6)}"
@@ -319,7 +318,7 @@ def plan_page(
         *([] if analysis is None else sources_section(sources_of(analysis, chunks.table))),
         *([] if tuning is None else [*what_if_section(tuning), candidates_section(tuning, warnings, plan)]),
         steps_section(steps),
-        memory_section(report),
+        memory_section(plan, report),
         gantt_section(plan, steps, report, step, text),
         *(examples_section(text, np.unique(chunks.table.sequence_id)) if text.tokenizer is not None else []),
         numbers_section(plan, report),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import cycle
+from collections.abc import Callable, Sequence
 
 import plotly.graph_objects as go
 import polars as pl
 from plotly.subplots import make_subplots
 
+from chunkplan.cost.durations import Float64Array
+from chunkplan.cost.memory import StageMemory
 from chunkplan.quantities import gibibytes, percent, seconds
 from chunkplan.reporting.page.parts import BLUE, GREEN, GREY, ORANGE, PINK, PURPLE, RED, axis, layout, narrowest, within
 from chunkplan.reporting.plan_memory import PlanMemory
@@ -21,6 +22,9 @@ _MOST_POINTS = 1000
 _MARKED, _FEW = 60, 12
 #: Of the heaviest rank over the mean: less is not worth a look, and none has ticks.
 _LEAST_RANGE = 0.01
+
+#: Of what takes memory, most first.
+_MEMORY_COLORS = (BLUE, ORANGE, GREEN, PURPLE, PINK, GREY, RED)
 
 _VALUES = ("predicted_us", "lower_bound_us", "fill", "heaviest_over_mean", "recompute_share")
 
@@ -84,8 +88,7 @@ def over_steps_figure(runs: pl.DataFrame) -> go.Figure:
 def memory_figure(memory: PlanMemory) -> go.Figure:
     """Draw one bar of what takes the memory of a GPU at its peak, most first, and a line at what it has."""
     figure = go.Figure()
-    colors = cycle((BLUE, ORANGE, GREEN, PURPLE, PINK, GREY, RED))
-    for (name, size), color in zip(part_sizes(memory.memory), colors, strict=False):
+    for (name, size), color in zip(part_sizes(memory.memory), _MEMORY_COLORS * 2, strict=False):
         said = f"{name}: {gibibytes(size)}"
         figure.add_bar(
             orientation="h",
@@ -99,6 +102,35 @@ def memory_figure(memory: PlanMemory) -> go.Figure:
     figure.add_vline(x=limit, line={"color": GREY, "width": 1.5, "dash": "dash"})
     x_axis = axis(f"GiB, of {limit:,.1f}", range=[0, 1.03 * max(limit, memory.memory.total / 2**30)])
     figure.update_layout(layout(150, barmode="stack", showlegend=True, xaxis=x_axis, yaxis={"visible": False}))
+    return figure
+
+
+def memory_over_step_figure(memory: PlanMemory, times: Float64Array, held: Sequence[StageMemory]) -> go.Figure:
+    """Draw what takes the memory of a GPU from each of `times` on, seconds of a step, what changes least lowest."""
+    figure = go.Figure()
+    colors = dict(
+        zip((*(name for name, _ in part_sizes(memory.memory)[:6]), "other"), _MEMORY_COLORS * 2, strict=False)
+    )
+    moments = [dict(part_sizes(each)) for each in held]
+    for moment, each in zip(moments, held, strict=True):
+        moment["other"] = each.total - sum(moment.get(name, 0) for name in colors)
+    lines = {name: [each.get(name, 0) / 2**30 for each in moments] for name in colors}
+    for name, sizes in sorted(lines.items(), key=lambda line: max(line[1]) - min(line[1])):
+        figure.add_scatter(
+            x=times,
+            y=sizes,
+            name=name,
+            mode="lines",
+            stackgroup="memory",
+            line={"shape": "hv", "width": 0, "color": colors[name]},
+            fillcolor=colors[name],
+            hovertemplate=f"{name}: %{{y:.2f}} GiB<extra></extra>",
+        )
+    limit = memory.gpu_bytes / 2**30
+    figure.add_hline(y=limit, line={"color": GREY, "width": 1.5, "dash": "dash"})
+    y_axis = axis("GiB", range=[0, 1.03 * max(limit, max(each.total for each in held) / 2**30)], fixedrange=True)
+    x_axis = axis("seconds of the step", **within(0.0, float(times[-1])))
+    figure.update_layout(layout(300, hovermode="x", xaxis=x_axis, yaxis=y_axis))
     return figure
 
 

@@ -34,6 +34,7 @@ from chunkplan.reporting.page.lengths import histogram, lengths_figure, lengths_
 from chunkplan.reporting.page.over_steps import (
     has_balance,
     memory_figure,
+    memory_over_step_figure,
     over_steps_figure,
     over_steps_table,
     points,
@@ -43,10 +44,12 @@ from chunkplan.reporting.page.parts import Chart, Drawer, Drawers, MarkedText, S
 from chunkplan.reporting.page.ways import (
     best_by_chunk_size,
     chunk_sizes_figure,
+    layouts_figure,
     time_error,
     ways_figure,
     ways_table,
 )
+from chunkplan.reporting.plan_memory import memory_over_step
 from chunkplan.reporting.plan_report import PlanReport
 from chunkplan.reporting.plan_words import memory_words, overview_rows
 from chunkplan.reporting.tables import Table, plan_tables
@@ -272,17 +275,19 @@ def ways_section(tuning: TuningDocument) -> Section:
 
 
 def what_if_section(tuning: TuningDocument) -> list[Section]:
-    """Show the best step with each ChunkSize, where the search timed several."""
-    if len(best_by_chunk_size(tuning)) < 2:
-        return []
-    fewest = tuning["fewest_gpus"]
-    note = (
-        "The fastest choice that fits with each ChunkSize that was simulated; the one to take is green. The fewest "
-        f"GPUs on which something fits: {fewest:,}; `--gpus {fewest}` times a step on them."
-    )
-    words = "Time of a step with the fastest choice that fits of each ChunkSize, in seconds."
-    chart = Chart("chunk-sizes-chart", words, {"": chunk_sizes_figure(tuning)})
-    return [Section("what-if", "What if: another ChunkSize, fewer GPUs", [note], charts=[chart])]
+    """Show the best step with each ChunkSize and on each layout, where the search timed several."""
+    charts, notes, fewest = [], [], tuning["fewest_gpus"]
+    if len(best_by_chunk_size(tuning)) > 1:
+        notes.append("The fastest choice that fits with each ChunkSize that was simulated; the one to take is green.")
+        words = "Time of a step with the fastest choice that fits of each ChunkSize, in seconds."
+        charts.append(Chart("chunk-sizes-chart", words, {"": chunk_sizes_figure(tuning)}))
+    if len(tuning["layouts"]) > 1:
+        notes.append("Then the same GPUs in other layouts, of which only the best were searched in full.")
+        words = "Time of a step on each layout of the GPUs that was compared, in seconds."
+        charts.append(Chart("layouts-chart", words, {"": layouts_figure(tuning)}))
+    notes.append(f"The fewest GPUs on which something fits: {fewest:,}; `--gpus {fewest}` times a step on them.")
+    title = "What if: another ChunkSize, another layout, fewer GPUs"
+    return [Section("what-if", title, [" ".join(notes)], charts=charts)] if charts else []
 
 
 def candidates_section(tuning: TuningDocument, warnings: Sequence[str], plan: Plan | None) -> Section:
@@ -380,14 +385,18 @@ def _left_out(drawn: DrawnStep) -> list[str]:
     return said
 
 
-def memory_section(report: PlanReport) -> Section:
-    """Show what takes the memory of the fullest GPU of a plan, and what of it is free."""
+def memory_section(plan: Plan, report: PlanReport) -> Section:
+    """Show what takes the memory of the fullest GPU of a plan, at its peak and over that step, and what is free."""
     first, *more = memory_words(report.memory, report.summary.longest_sequence)
-    notes = [". ".join([first.removesuffix("."), *more]) + "."]
+    notes = [". ".join([first.removesuffix("."), *(line[:1].upper() + line[1:] for line in more)]) + "."]
     charts = []
     if report.memory is not None:
         words = "Memory of the fullest GPU at its peak, part by part, with the memory that it has."
         charts.append(Chart("memory-chart", words, {"": memory_figure(report.memory)}))
+        words = f"Memory of that GPU over step {report.memory.step:,}, part by part."
+        notes.append(f"Below, the same over step {report.memory.step:,}; the dashed line is what the GPU has.")
+        figure = memory_over_step_figure(report.memory, *memory_over_step(plan, report.memory))
+        charts.append(Chart("memory-over-step-chart", words, {"": figure}))
     return Section("memory", "Memory of the fullest GPU", notes, charts=charts)
 
 

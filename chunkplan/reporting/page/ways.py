@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 
 from chunkplan.cost.hardware import ERRORS, source_of
 from chunkplan.cost.model import CostModel
-from chunkplan.quantities import gibibytes, seconds
+from chunkplan.quantities import gibibytes, layout_words, seconds
 from chunkplan.reporting.page.parts import BLUE, GREEN, GREY, ORANGE, axis, layout, plain
 from chunkplan.reporting.tables import Table
 from chunkplan.reporting.way_row import WayRow, way_row
@@ -54,6 +54,16 @@ def chunk_sizes_figure(document: TuningDocument) -> go.Figure:
     for size, choice in best_by_chunk_size(document).items():
         color = GREEN if size == document["chosen"]["chunk_size"] else BLUE
         bars.append(_Bar(f"ChunkSize {size:,}", choice["step_seconds"], color))
+    return _bars_figure(bars)
+
+
+def layouts_figure(document: TuningDocument) -> go.Figure:
+    """Draw a bar for the fastest step on each layout that was compared, the chosen one marked."""
+    bars = []
+    for entry in document["layouts"]:
+        is_chosen = all(entry[axis] == document["chosen"][axis] for axis in ("dp", "tp", "pp"))
+        name = layout_words(entry["dp"], entry["tp"], entry["pp"])
+        bars.append(_Bar(name, entry["step_seconds"], GREEN if is_chosen else BLUE, "nothing fits"))
     return _bars_figure(bars)
 
 

@@ -27,7 +27,7 @@ from chunkplan.version import __version__
 from chunkplan_runtime import set_for_several_processes
 from chunkplan_runtime.devices import local_device_index
 from chunkplan_runtime.execution.links import Link, Links
-from chunkplan_runtime.failures.watchdog import RESUME, Watchdog
+from chunkplan_runtime.failures.watchdog import Watchdog
 from chunkplan_runtime.layout import (
     Activity,
     Block,
@@ -115,6 +115,7 @@ class Groups:
     `replicas`: of its stage, one in each pipeline; None where there is one. `links_by_border`: to other processes; m is
     the border between the model stages m and m + 1. `ends`: the stages of its pipeline with the first and the last
     model stage; None on the others, and where one has both. `seconds`: how long making them took, and using each once.
+    `objects`: for what lies on the CPU; None where the default one takes it.
     """
 
     layout: RankLayout
@@ -124,6 +125,7 @@ class Groups:
     ends: dist.ProcessGroup | None
     exchanges: Exchanges
     seconds: float
+    objects: dist.ProcessGroup | None = None
 
     @property
     def num_groups(self) -> int:
@@ -174,7 +176,9 @@ def make_groups(layout: RankLayout, device: torch.device, timeout: timedelta, bl
         rows = torch.zeros(layout.dp, 1, device=device)
         all_gather(rows, rows[:1].clone(), group=replicas.get_group())
         reduce_scatter(rows[:1].clone(), rows, group=replicas.get_group())
-    dist.all_reduce(torch.zeros(1))
+    # Who lets accelerate make the default group has one of NCCL alone, between GPUs.
+    objects = None if "cpu:" in dist.get_backend_config() else dist.new_group(backend="gloo", timeout=timeout)
+    dist.all_reduce(torch.zeros(1), group=objects)
 
     shared: dict[tuple[int, ...], dist.ProcessGroup] = {}
     wanted = {group for block in blocks for group in (*block.groups_of_heads(), *block.groups_of_pages())}
@@ -184,7 +188,7 @@ def make_groups(layout: RankLayout, device: torch.device, timeout: timedelta, bl
             shared[members] = made
     exchanges = Exchanges(layout, shared)
     exchanges.use_once(device)
-    return Groups(layout, device, replicas, links, ends, exchanges, time.perf_counter() - started)
+    return Groups(layout, device, replicas, links, ends, exchanges, time.perf_counter() - started, objects)
 
 
 @dataclass(frozen=True)
@@ -202,13 +206,13 @@ class Job:
 
     def all_gather_object(self, value: T) -> list[T]:
         """The values of all processes, in their order; all of them have to call it."""
-        return [value] if self.groups is None else gather_objects(value)
+        return [value] if self.groups is None else gather_objects(value, self.groups.objects)
 
     def broadcast_object(self, value: T) -> T:
         """The value of the main process; all processes have to call it, what the others give is ignored."""
         values = [value]
         if self.groups is not None:
-            dist.broadcast_object_list(values, src=0)
+            dist.broadcast_object_list(values, src=0, group=self.groups.objects)
         return values[0]
 
     def at_step(self, step: int) -> None:
@@ -230,13 +234,13 @@ class Job:
     def barrier(self) -> None:
         """Wait until all processes have called this."""
         if self.groups is not None:
-            dist.barrier()
+            dist.barrier(self.groups.objects)
 
 
-def gather_objects(value: T) -> list[T]:
-    """The values of all processes of the default group, in their order; all of them have to call it."""
+def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """The values of all processes of a group, by default the default one, in order; all of them have to call it."""
     gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, value)
+    dist.all_gather_object(gathered, value, group=group)
     return gathered
 
 
@@ -277,7 +281,7 @@ def lost_peers(watchdog: Watchdog) -> Iterator[None]:
         raise ChunkplanError(
             f"the connection to another process broke: {first_line}",
             where=watchdog.heartbeat.activity().words or None,
-            hint=f"check the network between the machines; {RESUME}",
+            hint=f"check the network between the machines; {watchdog.resume}",
         ) from error
 
 

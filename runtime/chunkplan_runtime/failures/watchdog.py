@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import itertools
 import json
 import os
 import signal
@@ -23,6 +24,9 @@ from chunkplan.quantities import seconds
 from chunkplan_runtime.layout import NO_ACTIVITY, Activity, RankLayout, named_processes
 
 RESUME = "--resume continues from the last checkpoint"
+STOPS = (signal.SIGTERM, signal.SIGINT)  # end a job
+
+_numbers = itertools.count()  # of watchdogs
 
 #: Seconds without a beat after which nobody waits for a process any more, and the beats that it has in them.
 DEAD_AFTER, _BEATS = 10.0, 10
@@ -138,13 +142,17 @@ class Watchdog:
     keeps alive. About 1.4 times `dead_after` after a death every process has ended. A suspended one is woken, to end.
     """
 
-    def __init__(self, layout: RankLayout, dead_after: float = DEAD_AFTER) -> None:
+    def __init__(
+        self, layout: RankLayout, dead_after: float = DEAD_AFTER, *, resume: str = RESUME, stops: Iterable[int] = STOPS
+    ) -> None:
+        """`resume`: how the job goes on, for hints. `stops`: the signals that end it."""
         group = dist.group.WORLD
         assert group is not None, "before init_process_group"
-        self.layout = layout
+        self.layout, self.resume, self._stops = layout, resume, stops
         self._dead_after, self._interval = dead_after, dead_after / _BEATS
         self._job_store = group.get_group_store()  # where this process hosts it, it ends with the last reference
-        self._store = PrefixStore("watchdog", self._job_store.clone())  # type: ignore[attr-defined]  # not in torch's stubs
+        name = f"watchdog {next(_numbers)}"  # of a job that begins again, all processes count alike
+        self._store = PrefixStore(name, self._job_store.clone())  # type: ignore[attr-defined]  # not in torch's stubs
         self._by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
         self._hosts_store = layout.process == 0 and layout.world_size > 1 and not self._by_launcher
         # Without a store nobody can agree on who prints: on each machine it is the first process that came here.
@@ -260,7 +268,7 @@ class Watchdog:
             if len(stopped) == self.layout.world_size or self._stopping > 1.3 * _BEATS:
                 error = f"{self.layout.describe(stopped[0])} was stopped {self._when(stopped[0])}"
                 prints = not self._main_thread_ends
-                self._end_job(128 + signal.SIGTERM, ChunkplanError(error, hint=RESUME) if prints else None)
+                self._end_job(128 + signal.SIGTERM, ChunkplanError(error, hint=self.resume) if prints else None)
 
     def _listen(self) -> None:
         """Look whether beats come through, as a call to a store on a lost machine does not come back; take signals."""
@@ -270,7 +278,7 @@ class Watchdog:
                 sent = self._signals.recv(1)[0]
                 is_deferred = sent == signal.SIGINT and self.defers_interrupt
                 self.defers_interrupt &= not is_deferred
-                is_stop = sent in (signal.SIGTERM, signal.SIGINT) and not is_deferred
+                is_stop = sent in self._stops and not is_deferred
                 if is_stop and not self._over.wait(3.0) and not self._main_thread_ends:  # in C++, without handlers
                     self.heartbeat.stops = True
                     self._wake.set()
@@ -313,7 +321,8 @@ class Watchdog:
         """The error about a process, or `what` of it, that is not heard any more."""
         heard += last_activity(process, self.heartbeat.activities())
         pid = self.heartbeat.latest[process].pid if process in self.heartbeat.latest else 0
-        return lost_process(liveness, what + self.layout.describe(process), self._when(process), heard, pid)
+        who = what + self.layout.describe(process)
+        return lost_process(liveness, who, self._when(process), heard, pid, self.resume)
 
     def _when(self, process: int) -> str:
         """The step of a process, whose beat may be some steps old: all processes begin a step together."""
@@ -322,7 +331,7 @@ class Watchdog:
         return f"at step {step}" if step >= 0 else "before the first step"
 
 
-def lost_process(liveness: str, who: str, when: str, heard: str, pid: int = 0) -> ChunkplanError:
+def lost_process(liveness: str, who: str, when: str, heard: str, pid: int = 0, resume: str = RESUME) -> ChunkplanError:
     """The error that says what has become of a process at a step, and by what it is known: `heard`."""
     end_it = f"`kill -KILL {pid}`"
     here = f"if it is still there, `kill -CONT {pid}` has it end as the others do, {end_it} at once"
@@ -333,7 +342,7 @@ def lost_process(liveness: str, who: str, when: str, heard: str, pid: int = 0) -
         "stalled": (f"is stalled {when} (alive)", f"if it is still there, {end_it} ends it"),
         "unknown": (f"is silent {when} (suspended, stalled or gone)", f"if it is gone, {why}"),
     }[liveness]
-    return ChunkplanError(f"{who} {said}: {heard}", hint=f"{hint}; {RESUME}")
+    return ChunkplanError(f"{who} {said}: {heard}", hint=f"{hint}; {resume}")
 
 
 def last_activity(process: int, activities: Mapping[int, Activity]) -> str:

@@ -148,7 +148,7 @@ def open_plan(
             f"the plan is for {opened.config.pp} pipeline stages, {'one is' if pp == 1 else f'{pp} are'} there",
             where=str(opened.path),
             hint=f"`{how_to_build_like(opened, dp, pp)}` builds one of the same steps for these; or train with "
-            f"`torchrun --nproc-per-node {opened.config.pp} -m chunkplan_runtime.train`",
+            f"`chunkplan train --nproc {opened.config.pp}`",
         )
     return opened, load_same_analysis(opened, analysis, option=option)
 

@@ -86,6 +86,13 @@ def _named(tracker: str | None) -> Iterator[None]:
         ) from error
 
 
+def agree(control: TrainerControl, job: Job) -> None:
+    """Give all processes the requests of the callbacks of each."""
+    wanted = job.all_gather_object({name: getattr(control, name) for name in _REQUESTS})
+    for name in _REQUESTS:
+        setattr(control, name, any(each[name] for each in wanted))
+
+
 class Callbacks(CallbackHandler):
     """The callbacks of a run, called as transformers does; what those of one process ask for is done by all."""
 
@@ -138,9 +145,7 @@ class Callbacks(CallbackHandler):
         self.state.best_metric, self.state.best_global_step = self._best.loss, self._best.step or None
         self.control = getattr(self, event)(self._arguments, self.state, self.control, **more)
         if self._are_there:
-            wanted = self._job.all_gather_object({name: getattr(self.control, name) for name in _REQUESTS})
-            for name in _REQUESTS:
-                setattr(self.control, name, any(each[name] for each in wanted))
+            agree(self.control, self._job)
         if self.control.should_epoch_stop:
             raise UsageError(
                 f"a callback set should_epoch_stop in {event}: steps of a plan are not left out",

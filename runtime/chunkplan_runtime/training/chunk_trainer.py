@@ -3,6 +3,7 @@
 One training step of transformers is one step of the plan: all chunks of a global batch run through the `Executor`,
 which leaves the gradients of the whole sequences. Everything around it is transformers' own and stays as it is:
 clipping, optimizers, schedules, callbacks, logging, checkpoints. What could only be left out is refused by name.
+On several processes, which torchrun or `accelerate launch` started, `sharded_trainer` has what is different.
 """
 
 from __future__ import annotations
@@ -19,25 +20,31 @@ import pyarrow.compute as pc
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers import PreTrainedModel, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 from transformers.training_args import OptimizerNames
 
 from chunkplan.cost.fused import FusedKernels
-from chunkplan.cost.model import CostModel
+from chunkplan.cost.model import CostModel, Sharding
+from chunkplan.domains import one_of
 from chunkplan.errors import UsageError
 from chunkplan.options import options_of
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.likeness import how_to_build_like, samples_of
 from chunkplan.planfile.load import load_held_out, load_plan
 from chunkplan.planfile.plan import Plan
+from chunkplan_runtime import world_size
+from chunkplan_runtime.distributed.job import Job
 from chunkplan_runtime.feed.stream import StepWork, open_plan
-from chunkplan_runtime.layout import used_blocks
+from chunkplan_runtime.layout import choose_layout, used_blocks
 from chunkplan_runtime.models.checks import plan_stream
 from chunkplan_runtime.models.fused import fuse
 from chunkplan_runtime.models.parts import whole_of
 from chunkplan_runtime.training.checkpoint import PlanIdentity, checkpoint_of_plan
+from chunkplan_runtime.training.config import SHARED
 from chunkplan_runtime.training.executor import Executor, check_argument
+from chunkplan_runtime.training.processes import make_job
+from chunkplan_runtime.training.sharded_trainer import ShardedTrainer
 
 LOSS_HINT = "the loss is the mean cross-entropy of a step's target tokens, which `chunkplan analyze` chose"
 
@@ -46,7 +53,7 @@ _NO_EVALUATION, _EVALUATION_HINT = "there is no evaluation plan", "build the pla
 _METRICS_HINT = "chunks never hold the logits of a sequence; evaluation reports the loss"
 
 #: Arguments of `Trainer` that it gets as they are.
-PASSED_ON = ("optimizers", "optimizer_cls_and_kwargs")
+PASSED_ON = ("processing_class", "optimizers", "optimizer_cls_and_kwargs")
 
 #: Arguments of `Trainer` that have no place here: what does their job.
 REFUSED_ARGUMENTS = {
@@ -68,7 +75,8 @@ REFUSED_SETTINGS = {
     **dict.fromkeys(("fp16_full_eval", "bf16_full_eval"), "evaluation computes as training does; leave it out"),
     "torch_compile": "chunks call the modules of the model, which would stay as they are; leave it out",
     "use_liger_kernel": 'give ChunkTrainer fused_kernels="liger"; logits are never held whole here either',
-    **dict.fromkeys(("deepspeed", "fsdp", "parallelism_config"), "this runtime runs on one process; leave it out"),
+    **dict.fromkeys(("deepspeed", "fsdp"), 'leave it out, and give ChunkTrainer sharding="weights", or "gradients"'),
+    "parallelism_config": "the plan has the layout: `chunkplan build --dp N`, with `--cp auto` ranks share sequences",
     "auto_find_batch_size": "activations take memory by ChunkSize and K: `chunkplan build --chunk-size N --k K`",
     "ignore_data_skip": "a resumed run goes on at the right step of the plan at once; leave it out",
     "torch_empty_cache_steps": "call torch.cuda.empty_cache() in a callback's on_step_end",
@@ -91,14 +99,15 @@ class _PlanSteps(IterableDataset[dict[str, object]]):
     """
 
     def __init__(
-        self, plan: Plan, analysis: Analysis, model: PreTrainedModel, position: Callable[[], int], *, pin_memory: bool
+        self, plan: Plan, analysis: Analysis, model: Any, position: Callable[[], int], *, job: Job, pin_memory: bool
     ) -> None:
+        self._is_main = job.is_main
         self.batch_size: int = plan.config.global_batch
         self._num_steps: int = plan.manifest["totals"]["num_steps"] // plan.manifest["epochs"]
         in_steps = plan.steps().column("num_sequences").slice(0, self._num_steps)
         self.num_sequences: int = pc.sum(in_steps).as_py()  # of an epoch
         self._position = position
-        self._stream = plan_stream(model.config, plan, analysis, pin_memory=pin_memory)
+        self._stream = plan_stream(model.config, plan, analysis, pin_memory=pin_memory, layout=job.layout)
 
     def __len__(self) -> int:
         return self._num_steps
@@ -109,27 +118,28 @@ class _PlanSteps(IterableDataset[dict[str, object]]):
         yield from ({} for _ in range(done))
         self._stream.load_state_dict({**self._stream.state_dict(), "step": position})
         for work in islice(self._stream, len(self) - done):
-            # As many elements as there are tokens, without their memory.
-            tokens = torch.ones(1, dtype=torch.int64).expand(work.step.num_tokens)
+            # As many elements as there are tokens, without their memory; those of all processes are added up.
+            tokens = torch.ones(1, dtype=torch.int64).expand(work.step.num_tokens * self._is_main)
             yield {"work": work, "input_ids": tokens, "attention_mask": tokens}
 
 
-class ChunkTrainer(Trainer):
+class ChunkTrainer(ShardedTrainer):
     """Trains a causal language model with a plan; the model is any of transformers' on the list, or peft's around one.
 
     Of a plan in which ranks share sequences it builds one like it, of the same steps, in the output folder.
 
     `eval_plan` None: the plan of held-out sequences that `chunkplan build --holdout` left beside the plan, if there.
-    `analysis`: where the plan's analysis is, if it is not where it was. `kv_offload`: keys and values of split
-    sequences lie in host memory. `router_loss`: what the load-balancing loss of a mixture of experts is over, "batch",
-    "sequence" or "none"; None: what the model's config asks for. `fused_kernels`: modules that compute what kernels of
-    "torch" or "liger" do call these, also after training; "none". `others` may be `optimizers` and
+    `analysis`: where the plan's analysis is, if it is not where it was. `sharding`: what processes share, "optimizer",
+    also "gradients", or also "weights"; None: as the plan was timed. `kv_offload`: keys and values of split sequences
+    lie in host memory. `router_loss`: what the load-balancing loss of a mixture of experts is over, "batch", "sequence"
+    or "none"; None: what the model's config asks for. `fused_kernels`: modules that compute what kernels of "torch" or
+    "liger" do call these, also after training; "none". `others` may be `processing_class`, `optimizers` and
     `optimizer_cls_and_kwargs`. Arguments that `Trainer` has too are as there; `args` is copied, and the copy has what
     the plan decides.
 
     Raises:
-        UsageError: an argument or a setting would have no effect, the model is not one that gradients are exact for, or
-            there is no such plan.
+        UsageError: an argument or a setting would have no effect, the model is not one that gradients are exact for,
+            there is no such plan, or it is not one for so many processes, or these have different models.
         DataError: plan or analysis are damaged or do not belong together.
     """
 
@@ -141,8 +151,8 @@ class ChunkTrainer(Trainer):
         plan: str | Path,
         analysis: str | Path | None = None,
         eval_plan: str | Path | None = None,
-        processing_class: Any = None,
         callbacks: Sequence[Any] | None = None,
+        sharding: str | None = None,
         kv_offload: bool = False,
         router_loss: str | None = None,
         fused_kernels: FusedKernels = "none",
@@ -160,29 +170,34 @@ class ChunkTrainer(Trainer):
             raise UsageError(f"{type(self).__name__}.compute_loss would never be called", hint=LOSS_HINT)
         self._executor = Executor.from_model(model, kv_offload=kv_offload, router_loss=router_loss, seed=args.seed)
         base, output = whole_of(model), Path(args.output_dir or "trainer_output")
-        self._plan, found = _open_for_one(plan, analysis, output / "plan")
+        self._plan, found = _open(plan, analysis, output / "plan", args)
         evaluation = load_held_out(self._plan) if eval_plan is None else load_plan(eval_plan)
         if evaluation is None and (args.eval_strategy != "no" or args.eval_on_start):
             raise UsageError(_NO_EVALUATION, hint=_EVALUATION_HINT)
-        pin_memory = args.dataloader_pin_memory and args.device.type == "cuda"
-        train_data = _PlanSteps(self._plan, found, base, lambda: self.state.global_step, pin_memory=pin_memory)
+        shared = _find_sharding(sharding, self._plan, base, args)
+        job = Job()
+        if args.world_size > 1:
+            job = make_job([each for each in (self._plan, evaluation) if each], args.device, args.ddp_timeout_delta)
+        how: Any = {"job": job, "pin_memory": args.dataloader_pin_memory and args.device.type == "cuda"}
+        train_data = _PlanSteps(self._plan, found, base, lambda: self.state.global_step, **how)
         eval_data = None
         if evaluation is not None:
             same = evaluation.manifest["analysis"]["content_hash"] == found.content_hash
-            opened = _open_for_one(evaluation.path, found.path if same else None, output / "eval-plan")
-            eval_data = _PlanSteps(*opened, base, lambda: 0, pin_memory=pin_memory)
+            opened = _open(evaluation.path, found.path if same else None, output / "eval-plan", args)
+            eval_data = _PlanSteps(*opened, base, lambda: 0, **how)
         super().__init__(
             model=model,
             args=_settings_of_plan(args, self._plan, train_data, eval_data),
             train_dataset=train_data,
             eval_dataset=eval_data,
-            processing_class=processing_class,
             callbacks=[*(callbacks or ()), PlanIdentity(samples_of(self._plan.manifest))],
             **{name: value for name, value in others.items() if name in PASSED_ON},
         )
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:  # asked for by `accelerate launch`
-            raise UsageError("deepspeed or FSDP is configured for accelerate", hint="start it with python")
+            raise UsageError("deepspeed or FSDP is configured for accelerate", hint=REFUSED_SETTINGS["fsdp"])
         fuse(base, fused_kernels, self.args.device)
+        if job.groups is not None:
+            self.join(job, shared)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """A loader of one batch a step of the plan, from the step that comes next."""
@@ -214,7 +229,8 @@ class ChunkTrainer(Trainer):
         if resume_from_checkpoint:
             how: Any = {"has_own_rates": self.lr_scheduler is not None and not self._created_lr_scheduler}
             resume_from_checkpoint = checkpoint_of_plan(resume_from_checkpoint, self.args, self._plan, **how)
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+        with self._watched():
+            return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Run a step of the plan; gradients are then those of its loss, a scalar.
@@ -226,6 +242,7 @@ class ChunkTrainer(Trainer):
             raise UsageError("a callback stopped an epoch early, and a plan is run in its order", hint=hint)
         work: StepWork = inputs["work"]
         self._switch("train")
+        self._executor.job.at_step(work.step.step)
         with self.accelerator.autocast():
             loss = self._executor.step(work)
         return torch.tensor(loss, dtype=torch.float64, device=self.args.device)
@@ -237,12 +254,13 @@ class ChunkTrainer(Trainer):
         self._switch("eval")
         self.callback_handler.eval_dataloader = dataloader
         total, num_targets = 0.0, 0
-        for inputs in dataloader:
-            work: StepWork = inputs["work"]
-            with self.accelerator.autocast():
-                total += self._executor.evaluate(work) * work.step.num_target_tokens
-            num_targets += work.step.num_target_tokens
-            self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
+        with self._watched():
+            for inputs in dataloader:
+                work: StepWork = inputs["work"]
+                with self.accelerator.autocast():
+                    total += self._executor.evaluate(work) * work.step.num_target_tokens
+                num_targets += work.step.num_target_tokens
+                self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
         metrics, nothing = {f"{metric_key_prefix}_loss": total / max(num_targets, 1)}, cast(Any, None)
         return EvalLoopOutput(nothing, None, metrics, num_samples=self.num_examples(dataloader))
 
@@ -279,9 +297,9 @@ def _check_settings(args: TrainingArguments) -> None:
     if any(part in optimizer for part in _STEPPING_IN_BACKWARD):
         hint = 'use an optimizer that steps once a step, such as optim="adamw_torch"'
         raise UsageError(f"optim={optimizer!r} steps in every backward, of which a step has one a chunk", hint=hint)
-    if args.world_size > 1:
-        hint = "start it with python; a plan for several data-parallel ranks runs on one process too"
-        raise UsageError(f"this runtime runs on one process, found {args.world_size}", hint=hint)
+    if (started := world_size()) > args.world_size:
+        told = f"{started} processes were started, and each takes itself for the only one"
+        raise UsageError(told, hint="without a GPU for each give TrainingArguments use_cpu=True")
 
 
 def _settings_of_plan(
@@ -298,8 +316,8 @@ def _settings_of_plan(
         raise UsageError(f"num_train_epochs={args.num_train_epochs:g}, the plan has {epochs}", hint=hint)
     decided = {
         "num_train_epochs": epochs,
-        "per_device_train_batch_size": train_data.batch_size,
-        "per_device_eval_batch_size": 1 if eval_data is None else eval_data.batch_size,
+        "per_device_train_batch_size": -(-train_data.batch_size // args.world_size),
+        "per_device_eval_batch_size": 1 if eval_data is None else -(-eval_data.batch_size // args.world_size),
         "dataloader_num_workers": 0,
     }
     copied, overruled = copy.copy(args), []
@@ -312,16 +330,33 @@ def _settings_of_plan(
         setattr(copied, name, value)
     if args.n_gpu > 1:
         overruled.append(f"one GPU (not {args.n_gpu})")
-    if overruled:
+    if overruled and args.process_index == 0:
         _logger.warning("set by the plan %s: %s", plan.path, ", ".join(overruled))
     copied._n_gpu = min(args.n_gpu, 1)  # more would have transformers run the model on all of them
     return copied
 
 
-def _open_for_one(plan: str | Path, analysis: str | Path | None, output: Path) -> tuple[Plan, Analysis]:
-    """Open a plan and its analysis for one process: where ranks share sequences, one like it, built at `output`."""
-    opened, found = open_plan(plan, analysis)
-    if not used_blocks(opened):
+def _find_sharding(asked: str | None, plan: Plan, model: PreTrainedModel, args: TrainingArguments) -> Sharding:
+    """The sharding: as `asked`, or as the plan was timed."""
+    planned = plan.manifest["predictions"]["cost_model"].get("sharding")
+    found = asked or (planned if planned in SHARED and args.world_size > 1 else SHARED[0])
+    check_argument("sharding", found, one_of(*SHARED), "weights")
+    if found != SHARED[0] and args.world_size == 1:
+        raise UsageError(f"sharding={found!r} with one process", hint="start more: `torchrun --nproc-per-node N`")
+    if found != SHARED[0] and model.dtype == torch.bfloat16:
+        hint = 'load the model with dtype=torch.float32 and set bf16=True, or give sharding="optimizer"'
+        raise UsageError(f"sharding={found!r} of weights in bfloat16 would sum gradients in bfloat16", hint=hint)
+    return cast(Sharding, found)
+
+
+def _open(
+    plan: str | Path, analysis: str | Path | None, output: Path, args: TrainingArguments
+) -> tuple[Plan, Analysis]:
+    """Open a plan and its analysis: for one process where ranks share sequences, one like it, built at `output`."""
+    opened, found = open_plan(plan, analysis, dp=args.world_size)
+    if args.world_size > 1:
+        choose_layout(opened, args.world_size, args.process_index, then="give that in its place")
+    if args.world_size > 1 or not used_blocks(opened):
         return opened, found
     try:
         from chunkplan import build_like  # the planner, which executing a plan does not need

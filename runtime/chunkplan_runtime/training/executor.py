@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -15,16 +15,20 @@ import torch
 from transformers import PreTrainedModel
 
 from chunkplan.cost.checkpointing import CHECKPOINTING
+from chunkplan.cost.model import Sharding
 from chunkplan.domains import FLAG, Domain, whole
 from chunkplan.errors import UsageError
 from chunkplan_runtime.attention.interface import ATTENTION, register_attention
+from chunkplan_runtime.distributed.job import Job, refuse_differences
+from chunkplan_runtime.distributed.sharding import Shards
 from chunkplan_runtime.execution.executor import RankExecutor
-from chunkplan_runtime.execution.step_loss import StepLoss
+from chunkplan_runtime.execution.step_loss import OfChunks, StepLoss
 from chunkplan_runtime.feed.stream import PlanStream, StepWork, open_plan
 from chunkplan_runtime.models.checks import check_config, check_plan, max_positions, plan_stream
 from chunkplan_runtime.models.model import CausalLM, for_chunks
 from chunkplan_runtime.models.parts import has_adapters, whole_of
 from chunkplan_runtime.proof.prove import check_exact
+from chunkplan_runtime.training.setup import fingerprint
 from chunkplan_runtime.training.train_step import StepExecutor
 
 #: What of a LoRA config would make adapters look at other tokens, or layers share an index.
@@ -44,10 +48,24 @@ class Executor:
 
     def __init__(self, model: CausalLM, *, seed: int = 0, kv_offload: bool = False, router_loss: str = "none") -> None:
         self._model = model
+        self._how: Any = {"seed": seed, "kv_offload": kv_offload, "router_loss": router_loss}
         self._autocast: Callable[[], AbstractContextManager[object]] = nullcontext
-        called = replace(model, call=self._call)
-        self._steps = StepExecutor(RankExecutor(called, seed=seed, kv_offload=kv_offload, router_loss=router_loss))
         self._plans: set[str] = set()
+        self.join(Job())
+
+    def join(self, job: Job, sharding: Sharding = "optimizer") -> None:
+        """Share steps with the other processes of `job` from now on, over which the model is sharded.
+
+        Gradients are then those of the rows that each has. Raises UsageError: weights differ, or see `Shards`.
+        """
+        shards, exchanges = None, job.groups.exchanges if job.groups else None
+        if job.groups and job.groups.replicas:
+            refuse_differences(job.all_gather_object({"weights": fingerprint(self._model, self._model, Job())}))
+            shards = Shards(self._model, job.groups.replicas, master_weights=False, sharding=sharding)
+            self._model = shards.model
+        self.job, self._shards = job, shards
+        ranks = RankExecutor(replace(self._model, call=self._call), exchanges=exchanges, **self._how)
+        self._steps = StepExecutor(ranks, shards, job)
 
     @classmethod
     def from_model(
@@ -115,12 +133,17 @@ class Executor:
         if not work.step.num_target_tokens:
             return 0.0
         with self._at_work():
-            if loss is None:
-                value = sum(rank.loss for rank in self._steps.run(work))
-            else:
+            value, weights = None, list[OfChunks]()
+            if loss is not None:
                 value, weights = self._steps.weigh(work, loss, with_reference=with_reference)
-                self._steps.run(work, weights=weights)
-        return value + (self._steps.router_loss or 0.0)
+            losses = self._steps.run(work, weights=weights)
+            if self._shards:
+                self._steps.ranks.doing = f"step {work.step.step}, reducing gradients"
+                self._shards.reduce_gradients()
+        if value is None:
+            value = self._sum(rank.loss for rank in losses)
+        of_routers = self._steps.router_loss
+        return value if of_routers is None else value + self._sum([of_routers])
 
     def evaluate(self, work: StepWork) -> float:
         """The mean cross-entropy of a step's target tokens by forwards alone; `model.eval()` turns dropout off.
@@ -130,7 +153,14 @@ class Executor:
         """
         self._check(work)
         with self._at_work():
-            return sum((rank.loss for rank in self._steps.evaluate(work)), 0.0)
+            losses = self._steps.evaluate(work)
+            if self._shards:
+                self._shards.free()
+        return self._sum(rank.loss for rank in losses)
+
+    def _sum(self, losses: Iterable[float]) -> float:
+        """The sum of losses of all processes, in their order."""
+        return sum((each for own in self.job.all_gather_object([*losses]) for each in own), 0.0)
 
     def _check(self, work: object) -> None:
         """Refuse what is no step or is of a stream that was made for another model, and a model that was changed."""
@@ -168,7 +198,8 @@ class Executor:
         # Not through `set_attn_implementation`, which would fetch a kernel of the Hub anew whenever it is put back.
         config._attn_implementation = ATTENTION
         try:
-            with torch.inference_mode(False), torch.autocast(device, enabled=False):
+            activity = self.job.reporting(lambda: self._steps.ranks.activity, lambda: None)
+            with torch.inference_mode(False), torch.autocast(device, enabled=False), activity:
                 yield
         except RuntimeError as error:
             dtypes = sorted({str(each.dtype) for each in self._model.model.parameters()})
@@ -189,7 +220,7 @@ class Executor:
         without gradients must not serve one with.
         """
         with self._autocast():
-            return do(*arguments)
+            return self._model.call(do, *arguments)
 
 
 def check_argument(name: str, value: object, domain: Domain, example: object) -> None:

@@ -6,6 +6,9 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +16,7 @@ from transformers import TrainerCallback
 
 from chunkplan.errors import ChunkplanError
 from chunkplan.planfile.load import load_plan
+from chunkplan.planfile.plan import Plan
 from chunkplan_runtime.distributed import job as jobs
 from chunkplan_runtime.failures.watchdog import Watchdog
 from chunkplan_runtime.layout import RankLayout, choose_layout, used_blocks
@@ -44,26 +48,35 @@ def train_together(config: TrainConfig, callbacks: Sequence[TrainerCallback] = (
         ChunkplanError: as `train` does, on the one process that prints it for all.
         SystemExit: another process prints it, with the same exit code.
     """
-    with jobs.joined(config.device):
-        size, process = dist.get_world_size(), dist.get_rank()
-        watchdog = Watchdog(RankLayout(dp=size, process=process))
-        watchdog.start()
-        with _printed_by_one(watchdog, process), jobs.lost_peers(watchdog):
-            jobs.check_gpus(jobs.gather_objects(jobs.find_own_gpu(config.device)))
-            config = choose_device(config, alone=False)
-            plan = load_plan(config.plan)
-            jobs.refuse_differences(jobs.gather_objects(jobs.versions_with(plan)))
-            layout = choose_layout(plan, size, process)
-            watchdog.layout = layout
-            fitting = [each for each in load_plans(config) if each.config.dp == layout.dp]  # others are refused later
-            # Of process 0: one that was given another evaluation plan is refused after groups are made.
-            blocks = [sorted({block for each in fitting for block in used_blocks(each)})]
-            dist.broadcast_object_list(blocks, src=0)
-            groups = jobs.make_groups(layout, torch.device(config.device), jobs.TIMEOUT, blocks[0])
-            job = jobs.Job(layout, groups, watchdog)
-            (score if scores else train)(config, job, callbacks)
-            job.barrier()
-        watchdog.stop()
+    with jobs.joined(config.device), watched() as watchdog:
+        jobs.check_gpus(jobs.gather_objects(jobs.find_own_gpu(config.device)))
+        config = choose_device(config, alone=False)
+        job = make_job(load_plans(config), torch.device(config.device), jobs.TIMEOUT)
+        watchdog.layout = job.layout
+        (score if scores else train)(config, replace(job, watchdog=watchdog), callbacks)
+
+
+@contextmanager
+def watched(**how: Any) -> Iterator[Watchdog]:
+    """Within the block the first process that fails or dies ends the others, and is the one that raises."""
+    size, process = dist.get_world_size(), dist.get_rank()
+    watchdog = Watchdog(RankLayout(dp=size, process=process), **how)
+    watchdog.start()
+    with _printed_by_one(watchdog, process), jobs.lost_peers(watchdog):
+        yield watchdog
+        dist.barrier()
+    watchdog.stop()
+
+
+def make_job(plans: Sequence[Plan], device: torch.device, timeout: timedelta) -> jobs.Job:
+    """The job of all processes for the first of `plans`; UsageError: they do not have the same, or are not as many."""
+    jobs.refuse_differences(jobs.gather_objects(jobs.versions_with(plans[0])))
+    layout = choose_layout(plans[0], dist.get_world_size(), dist.get_rank())
+    fitting = [each for each in plans if each.config.dp == layout.dp]  # others are refused later
+    # Of process 0: one that was given another evaluation plan is refused after groups are made.
+    blocks = [sorted({block for each in fitting for block in used_blocks(each)})]
+    dist.broadcast_object_list(blocks, src=0)
+    return jobs.Job(layout, jobs.make_groups(layout, device, timeout, blocks[0]))
 
 
 @contextmanager

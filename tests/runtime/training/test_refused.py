@@ -15,7 +15,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     TrainerCallback,
-    TrainingArguments,
 )
 
 from chunkplan import PlanConfig, build, build_like
@@ -131,13 +130,9 @@ def test_an_argument_that_could_only_be_ignored_is_refused(name, plans, new_mode
         ChunkTrainer(new_model(), plan=plans / "plan", trainset=[])
 
 
-def test_other_precisions_and_processes_are_refused(new_trainer, monkeypatch):
+def test_other_precisions_are_refused(new_trainer, monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
     with pytest.raises(UsageError, match="mixed precision 'fp16' needs loss scaling"):
-        new_trainer()
-    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION")
-    monkeypatch.setattr(TrainingArguments, "world_size", 2)
-    with pytest.raises(UsageError, match="one process, found 2"):
         new_trainer()
 
 
