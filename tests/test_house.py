@@ -22,7 +22,7 @@ BUDGETS = {
     ("chunkplan/cost/", "chunkplan/tuning/"): 7_096,
     ("chunkplan/schedule/", "chunkplan/validation/", "chunkplan/simulation.py"): 5_767,
     ("chunkplan/config/", "chunkplan/options.py", "chunkplan/domains.py"): 1_336,
-    ("",): 60_068,
+    ("",): 60_137,
 }
 MOST_FILES = 307
 

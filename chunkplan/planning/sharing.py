@@ -70,7 +70,7 @@ def share_sequences(
     work = necessary_ns.copy()  # [n]
     work[large] = sequences.work[large] - num_parts[large] * chunk_ns  # as it is cut: with what is recomputed of it
     for index, size in enumerate(sizes[1:].tolist(), 1):
-        times[index], heads[index], num_chunks = _shared_times(sequences.tokens[large], size, config, cost)
+        times[index], heads[index], num_chunks = shared_times(sequences.tokens[large], size, config, cost)
         is_possible = times[index] < _NEVER  # of others the product would not fit 64 bits
         least = size * np.where(is_possible, times[index] - num_chunks * chunk_ns, 0)
         work[large] = np.where(is_possible, np.minimum(work[large], least), work[large])
@@ -104,7 +104,7 @@ def share_sequences(
     return shares, bounds
 
 
-def _shared_times(
+def shared_times(
     tokens: Int64Array, size: int, config: PlanConfig, cost: CostModel
 ) -> tuple[Int64Array, Int64Array, Int64Array]:
     """Time of each of `size` ranks for sequences of `tokens` [m], in ns, ranks that share heads, and chunks.
