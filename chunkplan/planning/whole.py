@@ -236,7 +236,7 @@ def _micro_batches(
     return bin_of
 
 
-@compiled_part
+@compiled
 def _fill(tokens: Int64Array, work: Int64Array, cap: int, wanted: Int64Array) -> tuple[Int64Array, Int64Array]:
     """The micro-batch of each sequence of a rank [n], which descend by work, and the work of each [count].
 
