@@ -256,11 +256,15 @@ def _check_any(found: list[SourceFile], message: str, beside: list[str]) -> list
 
 
 def _by_split(found: list[SourceFile], names: list[str]) -> list[SourceFile]:
-    """`found`, of which the evaluation splits beside one to train on, as `names` call them, are evaluated on."""
+    """`found`, of which the evaluation splits beside one to train on, as `names` call them, are evaluated on.
+
+    Where no name says train, that is whatever has no name of a split.
+    """
     splits = [(name, match) for name in names for match in _SPLIT.finditer(name)]
     trained = {name[: match.start(1)] for name, match in splits if match[1].lower().startswith("train")}
     others = ((name, match) for name, match in splits if not match[1].lower().startswith("train"))
-    evaluated = {name for name, match in others if name[: match.start(1)] in trained}
+    no_train = not trained and any(_SPLIT.search(name) is None for name in names)
+    evaluated = {name for name, match in others if no_train or name[: match.start(1)] in trained}
     return [replace(one, is_evaluation=name in evaluated) for one, name in zip(found, names, strict=True)]
 
 

@@ -12,9 +12,13 @@ from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.model import CostModel
 from chunkplan.domains import MOST
 from chunkplan.errors import DataError, UsageError
+from chunkplan.options import options_of
 from chunkplan.planfile.plan import PlanStep, rows_of_steps, step_of_rows
 from chunkplan.planning.batches import StepBlock
 from chunkplan.planning.method import Dataset, plan_block
+
+#: Options of a plan that one step has not, or has as arguments.
+_OF_DATA, _GIVEN = (options_of(PlanConfig)["epochs"].group,), ("dp", "chunk_size")
 
 
 def plan_step(
@@ -40,18 +44,26 @@ def plan_step(
         cost: the cost model; by default that of a 7B model on an H100. Keep it for all steps: its rates are cached.
         targets: the target tokens of each sequence, [n]; by default all but its first token.
         step: its number, for messages.
-        options: fields of `PlanConfig`, such as `k`, `pp`, `cp`, `split`, `micro_batches` and `equal_sequences`.
+        options: fields of `PlanConfig` that are of one step, such as `k`, `pp`, `cp`, `split`, `micro_batches` and
+            `equal_sequences`.
 
     Raises:
         UsageError: options do not go together.
         DataError: a length is no number of tokens, or the sequences cannot be planned so.
     """
+    known = [name for name, one in options_of(PlanConfig).items() if one.group not in _OF_DATA and name not in _GIVEN]
+    for name in options.keys() - known:
+        raise UsageError(f"plan_step has no option {name!r}", hint=f"these are its options: {', '.join(sorted(known))}")
+    if not isinstance(cost or CostModel(), CostModel) or not isinstance(step, int) or step < 0:
+        told = f"cost is {type(cost).__name__}" if step >= 0 else f"step is {step}"
+        raise UsageError(told, hint='give cost=CostModel(hardware="h100") or None, and steps from 0')
     tokens = whole_numbers(lengths, "lengths", 1)
     counted = tokens - 1 if targets is None else whole_numbers(targets, "targets", 0)
     if counted.size != tokens.size:
         raise UsageError(f"{counted.size} targets of {tokens.size} lengths", hint="give one number for each sequence")
     asked: tuple[Any, Any] = (dp, cap)
     ranks, chunk_size = (each.item() if isinstance(each, np.integer) else each for each in asked)
+    model = (cost or CostModel()).on_stages(options.get("pp", 1))
     config = PlanConfig(chunk_size=chunk_size, dp=ranks, global_batch=tokens.size, **{"k": 1, **options})
     if config.split == "none" and tokens.max() > cap:
         first = int(np.argmax(tokens > cap))
@@ -61,7 +73,7 @@ def plan_step(
             hint=f"use a cap of {tokens.max()} or more, or let sequences be split",
         )
     block = StepBlock(step, 0, np.arange(tokens.size, dtype=np.int32), np.array([tokens.size]))
-    model = (cost or CostModel()).on_stages(config.pp)
+    config.check_layers(model.shape.num_layers, model.shape.name)
     tables = plan_block(block, Dataset(tokens, counted, None), config, model, lambda: False).tables
     (totals,) = tables["steps"].to_pylist()
     (_, chunks), (_, schedule) = (next(rows_of_steps(tables[name])) for name in ("chunks", "schedule"))

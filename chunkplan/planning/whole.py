@@ -59,12 +59,14 @@ def assign_whole(
         _check_counts(own[0], dp, cap, equal_sequences, where)
         fewest, most = -(-fewest_micro_batches(own[0], cap) // dp), (stop - start) // dp
         choices = range(fewest, most + 1) if micro_batches == "fewest" else (int(micro_batches),)
-        if choices[0] < fewest or choices[-1] > most:
+        if not choices or choices[0] < fewest or choices[-1] > most:
+            may_do = "none may do" if fewest > most else f"{fewest} to {most} on each rank may do"
             raise DataError(
-                f"{own[0].size} sequences of {own[0].sum():,} tokens do not go into {dp} x {choices[0]} micro-batches: "
-                f"{fewest} to {most} on each rank may do, each of one sequence at least and {cap:,} tokens at most",
+                f"{own[0].size} sequences of {own[0].sum():,} tokens do not go into {dp} x {micro_batches} "
+                f"micro-batches: {may_do}, each of one sequence at least and {cap:,} tokens at most",
                 where=where,
-                hint="change the number of micro-batches, the cap, or the sequences a step",
+                hint="change the number of micro-batches, the cap, or the sequences a step; --last-batch drop leaves "
+                "out a last step of fewer",
             )
         for count in choices:
             found = assign_step(*own, dp, cap, count, equal_sequences=equal_sequences, stages=stages)

@@ -37,8 +37,9 @@ _FULL: tuple[Checkpointing, ...] = ("full", "offload")
 #: Sequences of a padded micro-batch: the fastest number that fits.
 _PADDED = (8, 4, 2)
 
-#: How many times the longest sequence micro-batches may be, where a ChunkSize may be as much: the fastest that fits.
-_LARGER = (2, 4)
+#: How many times the longest sequence micro-batches may be, and the lengths that trainers are given, where these are
+#: more; where a ChunkSize may be as much. The fastest that fits counts.
+_LARGER, _GIVEN = (2, 4), (4096, 16384)
 
 #: Lengths that sequences are cut to: this and its doubles. Shown are the largest that fits, and the fastest one that
 #: loses no more than this share of the tokens.
@@ -146,14 +147,13 @@ def _whole_ways(
         _Way("padded", f"{size} sequences padded to the longest", _dealt(_padded(size), sample, options))
         for size in _PADDED
     ]
-    sizes = [longest] + [longest * times for times in _LARGER if longest * times <= max(options.chunk_sizes)]
+    sizes = {longest * times: f"{times} times the longest" for times in _LARGER}
+    sizes |= {size: f"{size:,} tokens" for size in _GIVEN if size > longest * _LARGER[-1]}
+    sizes = {longest: "the longest"} | {
+        size: words for size, words in sizes.items() if size <= max(options.chunk_sizes)
+    }
     packed = [
-        _Way(
-            "packed",
-            f"packed to {'the longest' if size == longest else f'{size // longest} times the longest'}",
-            _dealt(_packed(size), sample, options),
-        )
-        for size in sizes
+        _Way("packed", f"packed to {words}", _dealt(_packed(size), sample, options)) for size, words in sizes.items()
     ]
     zero_3 = [
         replace(way, key="zero-3", name="packed, ZeRO-3, full checkpointing", levels=_FULL, sharding="weights")

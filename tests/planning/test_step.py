@@ -102,7 +102,7 @@ def test_ranks_are_even_where_no_sequence_outweighs_one(seed: int, dp: int, equa
         ([5, 70], {"split": "none"}, "sequence 1 has 70 tokens, above the cap of 64"),
         ([5], {"micro_batches": 1}, "1 sequences cannot give each of 2 ranks one"),
         ([5, 6, 7], {"micro_batches": 1, "equal_sequences": True}, "3 sequences cannot give each of 2 ranks as many"),
-        ([60, 60, 60], {"micro_batches": 1}, "2 to 1 on each rank may do"),
+        ([60, 60, 60], {"micro_batches": 1}, "none may do, each of one sequence"),
         ([5, 6], {"equal_sequences": True}, "equal-sequences goes with micro-batches"),
         ([5, 6], {"micro_batches": 1, "split": "full"}, "micro-batches are of whole sequences"),
         ([5, 6], {"micro_batches": 1, "targets": [1]}, "1 targets of 2 lengths"),
@@ -112,6 +112,11 @@ def test_ranks_are_even_where_no_sequence_outweighs_one(seed: int, dp: int, equa
         ([5, 6], {"cap": None}, "chunk-size is None, expected a number of tokens"),
         ([5, 6], {"dp": 2.5}, "dp is 2.5, expected a whole number from 1"),
         ([5, 6], {"dp": 0}, "dp is 0, expected a whole number from 1"),
+        ([8, 8, 8], {"cap": 8, "micro_batches": "fewest"}, "do not go into 2 x fewest micro-batches: none may do"),
+        ([5, 6], {"pp": 100}, "Qwen2.5-7B has 28 layers, too few for 100 stages"),
+        ([5, 6], {"step": -1}, "step is -1"),
+        ([5, 6], {"cost": "h100"}, "cost is str"),
+        ([5, 6], {"epochs": 2}, "plan_step has no option 'epochs'"),
     ],
 )
 def test_what_cannot_be_planned_says_why(lengths: list[int], options: dict[str, Any], message: str) -> None:
