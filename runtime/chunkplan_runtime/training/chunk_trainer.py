@@ -297,6 +297,9 @@ def _check_settings(args: TrainingArguments) -> None:
     if any(part in optimizer for part in _STEPPING_IN_BACKWARD):
         hint = 'use an optimizer that steps once a step, such as optim="adamw_torch"'
         raise UsageError(f"optim={optimizer!r} steps in every backward, of which a step has one a chunk", hint=hint)
+    if args.world_size > 1 and args.mixed_precision != "no":
+        hint = "load the model with dtype=torch.bfloat16, or train by `chunkplan train`, which has float32 weights then"
+        raise UsageError(f"mixed precision {args.mixed_precision!r} on several processes", hint=hint)
     if (started := world_size()) > args.world_size:
         told = f"{started} processes were started, and each takes itself for the only one"
         raise UsageError(told, hint="without a GPU for each give TrainingArguments use_cpu=True")
@@ -344,7 +347,7 @@ def _find_sharding(asked: str | None, plan: Plan, model: PreTrainedModel, args: 
     if found != SHARED[0] and args.world_size == 1:
         raise UsageError(f"sharding={found!r} with one process", hint="start more: `torchrun --nproc-per-node N`")
     if found != SHARED[0] and model.dtype == torch.bfloat16:
-        hint = 'load the model with dtype=torch.float32 and set bf16=True, or give sharding="optimizer"'
+        hint = 'load the model with dtype=torch.float32, or give sharding="optimizer"'
         raise UsageError(f"sharding={found!r} of weights in bfloat16 would sum gradients in bfloat16", hint=hint)
     return cast(Sharding, found)
 
