@@ -26,7 +26,7 @@ for package in map(importlib.import_module, ("chunkplan", "chunkplan_runtime", "
         try:
             importlib.import_module(module.name)
         except ModuleNotFoundError as error:  # a module for another framework imports that
-            own = module.name.startswith("chunkplan.adapters.") and module.name.rpartition(".")[2] == error.name
+            own = module.name.startswith("chunkplan.adapters.") and not error.name.startswith("chunkplan")
             if not own:
                 raise
         names += 1

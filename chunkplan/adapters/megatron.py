@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from megatron.core.datasets import data_schedule
 
 from chunkplan.adapters.balance import token_counts
-from chunkplan.cost.durations import whole_pairs, work_ns
 from chunkplan.cost.model import CostModel
-from chunkplan.planning.rounds import plan_rounds
+from chunkplan.planning.rounds import group_sizes, group_times, plan_rounds
 
 
 class ChunkplanScheduler(data_schedule.DefaultDynamicCPScheduler):  # type: ignore[misc]
@@ -42,9 +41,10 @@ class ChunkplanScheduler(data_schedule.DefaultDynamicCPScheduler):  # type: igno
         )
         plan = plan_rounds(
             tokens,
-            work_ns(self.cost, tokens, whole_pairs(self.cost, tokens)),
+            group_times(self.cost, tokens, group_sizes(ranks, self.min_cp_size)),
             ranks,
             cap,
+            round_time=self.cost.chunk_ns,
             multiple=self.microbatch_group_size_per_vp_stage or 1,
             least_size=self.min_cp_size,
             most_sequences=self.max_num_seqs,

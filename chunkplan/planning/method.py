@@ -128,6 +128,7 @@ def chunk_block(
             config.chunk_size,
             config.micro_batches,
             equal_sequences=config.equal_sequences,
+            stages=config.pp,
             first_step=block.first_step,
         )
     else:

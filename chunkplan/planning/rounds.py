@@ -14,10 +14,14 @@ from __future__ import annotations
 import numpy as np
 
 from chunkplan.arrays import Int64Array
-from chunkplan.compiled import compiled, compiled_part
+from chunkplan.compiled import compiled
+from chunkplan.config.plan import PlanConfig
+from chunkplan.cost.durations import whole_pairs, work_ns
+from chunkplan.cost.model import CostModel
+from chunkplan.planning.sharing import shared_times
 
 #: How long a round may be, in parts of what it would be were all ranks busy all of the time; each is tried.
-_SHARES = (1.0, 1.01, 1.02, 1.04, 1.06, 1.08, 1.11, 1.15, 1.2, 1.3, 1.45, 1.6, 2.0)
+_SHARES = (1.0, 1.04, 1.1, 1.2, 1.35, 1.5, 1.7, 1.9, 2.1, 2.4, 2.7, 3.0, 3.5)
 
 #: Numbers of rounds that are tried, from the fewest whose ranks have room, and how many more until one is found.
 _TRIED, _MOST_TRIED = 4, 16
@@ -35,35 +39,46 @@ def plan_rounds(
     multiple: int = 1,
     least_size: int = 1,
     most_sequences: int | None = None,
+    round_time: int = 0,
+    stages: int = 1,
 ) -> list[list[list[int]]] | None:
     """The places of the sequences of each rank in each round, `[rounds][ranks]` lists; None where none were found.
 
     Args:
         tokens: of each sequence, int64 [n]; a group of s ranks takes at most `s * cap` in a round.
-        work: of each sequence alone on a rank, int64 [n]; a group of s ranks is done with it s times as fast.
+        work: of each sequence alone on a rank, int64 [n], of which a group of s ranks is done s times as fast; or the
+            time of each on every size of a group, [num_sizes, n] (`group_times`).
         ranks: how many there are.
         cap: most tokens of a rank in a round.
         multiple: the number of rounds is a multiple of it.
         least_size: ranks of a group at least, a power of two.
         most_sequences: sequences of a group in a round at most.
+        round_time: of a micro-batch, beside its sequences.
+        stages: of the pipeline of each rank, which takes the longest round once more for each but the first.
     """
-    order = np.argsort(-work, kind="stable")
-    sizes = np.array([size for size in 2 ** np.arange(ranks.bit_length()) if least_size <= size < ranks] + [ranks])
+    sizes = group_sizes(ranks, least_size)
+    times = work // sizes[:, None] if work.ndim == 1 else work  # [num_sizes, n]
+    order = np.argsort(-times[0], kind="stable")
+    times, tokens = times[:, order], tokens[order]
     fewest = max(-(-int(tokens.sum()) // (ranks * cap)), 1)
     first = -(-fewest // multiple) * multiple
     limit = most_sequences or tokens.size
     found = None
-    enough = int(work.sum()) // ranks * (_ENOUGH + 1) // _ENOUGH
+    share = times[0] * sizes[0] // ranks
+    enough = (int(share.sum()) + first * round_time) * (_ENOUGH + 1) // _ENOUGH if stages == 1 else 0
     for tried, rounds in enumerate(range(first, first + _MOST_TRIED * multiple, multiple)):
-        for share in _SHARES:
+        for part in _SHARES:
             if found is not None and (found[0] <= enough or tried >= _TRIED):
                 break
-            trial = _try_rounds(tokens[order], work[order], ranks, sizes, cap, rounds, share, limit)
-            if trial[0] > 0 and (found is None or trial[0] < found[0]):
-                found = trial
+            too_small = (sizes[:, None] * cap < tokens) | (times > part * even_rounds(share.sum(), share, rounds))
+            too_small[-1] = False
+            trial = _try_rounds(tokens, times, ranks, sizes, cap, rounds, too_small.argmin(axis=0), limit)
+            value = int(trial[0].sum() + (stages - 1) * trial[0].max()) + (rounds + stages - 1) * round_time
+            if trial[0][0] > 0 and (found is None or value < found[0]):
+                found = value, trial
     if found is None:
         return None
-    _, group_of, rounds_of, first_rank, size = found
+    _, (_, group_of, rounds_of, first_rank, size) = found
     plan: list[list[list[int]]] = [[[] for _ in range(ranks)] for _ in range(int(rounds_of.max()) + 1)]
     for place, group in sorted(zip(order.tolist(), group_of.tolist(), strict=True)):
         for rank in range(first_rank[group], first_rank[group] + size[group]):
@@ -71,28 +86,44 @@ def plan_rounds(
     return plan
 
 
+def group_sizes(ranks: int, least_size: int = 1) -> Int64Array:
+    """The numbers of ranks that a group may have, ascending."""
+    return np.array([size for size in 2 ** np.arange(ranks.bit_length()) if least_size <= size < ranks] + [ranks])
+
+
+def group_times(cost: CostModel, tokens: Int64Array, sizes: Int64Array) -> Int64Array:
+    """The time of sequences of `tokens` [n] on groups of `sizes` ranks, with what these exchange: ns [num_sizes, n]."""
+    work = work_ns(cost, tokens, whole_pairs(cost, tokens))
+    times = work // sizes[:, None]
+    config = PlanConfig(chunk_size=int(tokens.max()), k=1, dp=1, global_batch=1)
+    for index in np.flatnonzero(sizes > 1):
+        shared = shared_times(tokens, int(sizes[index]), config, cost)[0] - cost.chunk_ns
+        times[index] = np.where(shared < work, np.maximum(shared, times[index]), times[index])
+    return times
+
+
 @compiled
 def _try_rounds(
     tokens: Int64Array,
-    work: Int64Array,
+    times: Int64Array,
     ranks: int,
     sizes: Int64Array,
     cap: int,
     rounds: int,
-    share: float,
+    wanted: Int64Array,
     most_sequences: int,
-) -> tuple[int, Int64Array, Int64Array, Int64Array, Int64Array]:
-    """Rounds of sequences that descend by work [n]: (time of all, or 0 without room; group of each [n]; of each group
-    its round, its first rank and its size [groups])."""
+) -> tuple[Int64Array, Int64Array, Int64Array, Int64Array, Int64Array]:
+    """Rounds of sequences that descend by work [n]: (time of each, 0 without room; group of each [n]; of each group its
+    round, its first rank and its size [groups]). `times`: of each sequence on each of `sizes`, int64 [num_sizes, n];
+    `wanted`: the place in `sizes` of those that have a group of their own, 0 of others [n]."""
     n = tokens.size
     group_of = np.full(n, -1, np.int64)
     most = ranks * rounds
     rounds_of, first_rank = np.zeros(most, np.int64), np.zeros(most, np.int64)
     size, room = np.zeros(most, np.int64), np.zeros(most, np.int64)
     count, load = np.zeros(most, np.int64), np.zeros(most, np.int64)
-    none = 0, group_of, rounds_of, first_rank, size
+    none = np.zeros(1, np.int64), group_of, rounds_of, first_rank, size
 
-    wanted = _sizes_wanted(tokens, work, sizes, cap, max(int(share * _share_of_round(work, ranks, rounds)), 1))
     used = np.zeros(rounds, np.int64)
     num_groups = 0
     for index in range(sizes.size - 1, -1, -1):
@@ -100,6 +131,8 @@ def _try_rounds(
             if wanted[sequence] != index:
                 continue
             target = int(used.argmin())
+            while target > 0 and used[target - 1] + sizes[index] <= ranks:
+                target -= 1
             if used[target] + sizes[index] > ranks:
                 return none
             rounds_of[num_groups], first_rank[num_groups], size[num_groups] = target, used[target], sizes[index]
@@ -113,64 +146,55 @@ def _try_rounds(
             used[target] += own
             num_groups += 1
     room[:num_groups] = size[:num_groups] * cap
+    place = np.searchsorted(sizes, size[:num_groups])  # in `sizes`
     for sequence in range(n):
         group = group_of[sequence]
         if group >= 0:
             room[group] -= tokens[sequence]
-            load[group] += work[sequence] // size[group]
+            load[group] += times[place[group], sequence]
             count[group] += 1
+    until = np.zeros(rounds, np.int64)  # how long each round is wanted to last
+    for group in range(num_groups):
+        until[rounds_of[group]] = max(until[rounds_of[group]], load[group])
+    total = (load * size).sum() + (times[0] * sizes[0] * (group_of < 0)).sum()
+    until = np.maximum(until, even_rounds(total // ranks, -np.sort(-until), rounds))
     for sequence in range(n):
         if group_of[sequence] >= 0:
             continue
-        chosen, soonest = -1, np.int64(0)
+        chosen, latest = -1, np.int64(0)
         for group in range(num_groups):
-            done = load[group] + work[sequence] // size[group]
-            if room[group] >= tokens[sequence] and count[group] < most_sequences and (chosen < 0 or done < soonest):
-                chosen, soonest = group, done
+            late = load[group] + times[place[group], sequence] - until[rounds_of[group]]
+            if room[group] >= tokens[sequence] and count[group] < most_sequences and (chosen < 0 or late < latest):
+                chosen, latest = group, late
         if chosen < 0:
             return none
         group_of[sequence] = chosen
         room[chosen] -= tokens[sequence]
-        load[chosen] = soonest
+        load[chosen] += times[place[chosen], sequence]
         count[chosen] += 1
     if (
         not _widen(ranks, num_groups, group_of, rounds_of, first_rank, size, count, load)
         or count.max() > most_sequences
     ):
         return none
-    longest = np.zeros(rounds, np.int64)
+    until[:] = 1
     for group in range(num_groups):
-        longest[rounds_of[group]] = max(longest[rounds_of[group]], load[group])
-    return max(int(longest.sum()), 1), group_of, rounds_of, first_rank, size
+        until[rounds_of[group]] = max(until[rounds_of[group]], load[group])
+    return until, group_of, rounds_of, first_rank, size
 
 
-@compiled_part
-def _share_of_round(work: Int64Array, ranks: int, rounds: int) -> int:
-    """Work of each rank in a round, besides sequences that outlast one on all ranks and have a round to themselves."""
-    left, others = work.sum(), rounds
-    for each in work:  # dearest first
-        if others == 1 or each * others <= left:
+@compiled
+def even_rounds(total: int, longest: Int64Array, rounds: int) -> int:
+    """The time of each round, of `total`, beside those that last longer than that: `longest`, which descends."""
+    for each in longest:
+        if rounds == 1 or each <= total // rounds:
             break
-        left -= each
-        others -= 1
-    return int(left) // ranks // others
+        total = max(total - each, 0)
+        rounds -= 1
+    return total // rounds
 
 
-@compiled_part
-def _sizes_wanted(tokens: Int64Array, work: Int64Array, sizes: Int64Array, cap: int, longest: int) -> Int64Array:
-    """The index in `sizes` of the fewest ranks that have room for each sequence [n] and are done within `longest`."""
-    wanted = np.empty(tokens.size, np.int64)
-    for sequence in range(tokens.size):
-        index = 0
-        while index < sizes.size - 1 and (
-            sizes[index] * cap < tokens[sequence] or work[sequence] > longest * sizes[index]
-        ):
-            index += 1
-        wanted[sequence] = index
-    return wanted
-
-
-@compiled_part
+@compiled
 def _widen(
     ranks: int,
     num_groups: int,

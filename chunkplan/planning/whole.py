@@ -14,14 +14,21 @@ import numpy as np
 
 from chunkplan.arrays import Int64Array
 from chunkplan.balance.assign import best_exchange, exchange, least_gain
-from chunkplan.compiled import compiled, compiled_part
+from chunkplan.compiled import compiled
 from chunkplan.errors import DataError
 from chunkplan.packing import pack_lengths
 from chunkplan.packing.heuristics import best_fit, martello_toth
 from chunkplan.planning.ranks import RankAssignment
+from chunkplan.planning.rounds import even_rounds
 
 #: More work than any step has: as part of every sequence's work it lets ranks exchange one for one only.
 _ONE_FOR_ONE = 1 << 60
+
+#: Exchanges may gain so much less than between ranks whose chunks are packed later: a few more are made.
+_FINER = 16
+
+#: Work that is wanted of each round, in parts of a rank's share; each is tried, 0 is as much of each.
+_SHARES = (0.0, 0.9, 0.95, 1.0, 1.02, 1.05, 1.1, 1.2, 1.3)
 
 
 def assign_whole(
@@ -33,6 +40,7 @@ def assign_whole(
     micro_batches: int | str,
     *,
     equal_sequences: bool = False,
+    stages: int = 1,
     first_step: int = 0,
 ) -> RankAssignment:
     """Assign the sequences of some steps, those of each step descending by `work`, int64 [n], of `tokens` int64 [n].
@@ -59,7 +67,7 @@ def assign_whole(
                 hint="change the number of micro-batches, the cap, or the sequences a step",
             )
         for count in choices:
-            found = assign_step(*own, dp, cap, count, equal_sequences=equal_sequences)
+            found = assign_step(*own, dp, cap, count, equal_sequences=equal_sequences, stages=stages)
             if found is not None:
                 rank_of[start:stop], bin_of[start:stop] = found
                 counts[step] = count
@@ -81,16 +89,26 @@ def fewest_micro_batches(tokens: Int64Array, cap: int) -> int:
 
 
 def assign_step(
-    tokens: Int64Array, work: Int64Array, dp: int, cap: int, count: int, *, equal_sequences: bool = False
+    tokens: Int64Array,
+    work: Int64Array,
+    dp: int,
+    cap: int,
+    count: int,
+    *,
+    equal_sequences: bool = False,
+    stages: int = 1,
 ) -> tuple[Int64Array, Int64Array] | None:
     """The rank and the micro-batch of each sequence, int64 [n] both; None where no room was found.
 
     The sequences descend by `work`; there are `dp * count` of them at least, and a multiple of `dp` if each rank has
-    as many.
+    as many. `stages`: of the pipeline of a rank.
     """
-    rank_of = _ranks(tokens, work, dp, cap, count, tokens.size // dp if equal_sequences else 0)
+    # A rank gets less beside a sequence that outlasts an even micro-batch and so keeps all further stages waiting.
+    seen = work.copy()
+    seen[:dp] += (stages - 1) * np.maximum(work[:dp] - max(work.sum() // (dp * count), work[dp - 1]), 0)
+    rank_of = _ranks(tokens, seen, dp, cap, count, tokens.size // dp if equal_sequences else 0)
     if rank_of[0] >= 0:
-        return rank_of, _micro_batches(tokens, work, rank_of, dp, cap, count)
+        return rank_of, _micro_batches(tokens, work, rank_of, dp, cap, count, stages)
     return None if equal_sequences else _assign_packed(tokens, work, dp, cap, count)
 
 
@@ -143,7 +161,7 @@ def _ranks(tokens: Int64Array, work: Int64Array, dp: int, cap: int, count: int, 
     return rank_of
 
 
-@compiled_part
+@compiled
 def _even_out(
     tokens: Int64Array,
     work: Int64Array,
@@ -155,7 +173,7 @@ def _even_out(
     per_rank: int,
 ) -> None:
     """Exchange sequences between the heaviest rank and lighter ones while both still have room; changes `rank_of`."""
-    least = least_gain(loads)
+    least = max(least_gain(loads) // _FINER, 1)
     mean = loads.sum() // loads.size
     searching = True
     while searching:
@@ -183,7 +201,7 @@ def _even_out(
             exchange(rank_of, given, taken, taker, heaviest)
 
 
-@compiled_part
+@compiled
 def _has_room(tokens: Int64Array, rank_of: Int64Array, rank: int, cap: int, count: int) -> bool:
     """True if best-fit decreasing puts the sequences of a rank into `count` micro-batches."""
     _, num_bins = best_fit(tokens[rank_of == rank], cap, np.empty(0, np.int64), np.empty(0, np.bool_), 0)
@@ -192,37 +210,62 @@ def _has_room(tokens: Int64Array, rank_of: Int64Array, rank: int, cap: int, coun
 
 @compiled
 def _micro_batches(
-    tokens: Int64Array, work: Int64Array, rank_of: Int64Array, dp: int, cap: int, count: int
+    tokens: Int64Array, work: Int64Array, rank_of: Int64Array, dp: int, cap: int, count: int, stages: int
 ) -> Int64Array:
-    """The micro-batch of each sequence on its rank, int64 [n]: of work as even as room allows, the heaviest first.
+    """The micro-batch of each sequence on its rank, int64 [n], the heaviest first.
 
-    So the micro-batches that ranks do at a time are alike, which counts where they wait for each other after each.
+    Those that ranks do at a time are alike, which counts where they wait for each other after each. Several shapes are
+    tried. The best is done first, waiting after each round and at the end taken together: a pipeline takes the sum of
+    its micro-batches, and the heaviest once more for each further stage.
     """
-    bin_of = np.empty(tokens.size, np.int64)
-    for rank in range(dp):
-        own = np.flatnonzero(rank_of == rank)
-        bins, sums = np.empty(own.size, np.int64), np.zeros(count, np.int64)
-        rooms = np.full(count, cap, np.int64)
-        for index in range(own.size):
-            chosen = -1
-            for each in range(count):
-                if rooms[each] >= tokens[own[index]] and (chosen < 0 or sums[each] < sums[chosen]):
-                    chosen = each
-            bins[index] = chosen
-            if chosen < 0:
-                break
-            rooms[chosen] -= tokens[own[index]]
-            sums[chosen] += work[own[index]]
-        if (bins < 0).any():
-            bins, num_bins = best_fit(tokens[own], cap, np.empty(0, np.int64), np.empty(0, np.bool_), 0)
-            _open_bins(bins, num_bins, count)
-            sums[:] = 0
-            for index in range(own.size):
-                sums[bins[index]] += work[own[index]]
-        place = np.empty(count, np.int64)
-        place[np.argsort(-sums, kind="mergesort")] = np.arange(count)
-        bin_of[own] = place[bins]
+    bin_of, best = np.empty(tokens.size, np.int64), np.int64(-1)
+    first = work[: dp * count : dp]  # [count]
+    for share in _SHARES:
+        bins, longest, slowest = np.empty(tokens.size, np.int64), np.zeros(count, np.int64), np.int64(0)
+        wanted = np.maximum(first, even_rounds(int(share * work.sum()) // dp, first, count)) * (share > 0)
+        for rank in range(dp):
+            own = np.flatnonzero(rank_of == rank)
+            found, sums = _fill(tokens[own], work[own], cap, wanted)
+            order = np.argsort(-sums, kind="mergesort")
+            bins[own] = np.argsort(order)[found]
+            longest = np.maximum(longest, sums[order])
+            slowest = max(slowest, sums.sum() + (stages - 1) * sums.max())
+        value = longest.sum() + (stages - 1) * longest[0] + slowest
+        if best < 0 or value < best:
+            bin_of, best = bins, value
     return bin_of
+
+
+@compiled
+def _fill(tokens: Int64Array, work: Int64Array, cap: int, wanted: Int64Array) -> tuple[Int64Array, Int64Array]:
+    """The micro-batch of each sequence of a rank [n], which descend by work, and the work of each [count].
+
+    Each goes where most is missing of what is `wanted` [count] and there is room; if there is none, all are packed.
+    """
+    count = wanted.size
+    bins, sizes = np.empty(tokens.size, np.int64), np.zeros(count, np.int64)
+    rooms, sums = np.full(count, cap, np.int64), np.zeros(count, np.int64)
+    for index in range(tokens.size):
+        must_open = tokens.size - index <= (sizes == 0).sum()
+        chosen = -1
+        for each in range(count):
+            if rooms[each] < tokens[index] or (must_open and sizes[each] > 0):
+                continue
+            if chosen < 0 or wanted[each] - sums[each] > wanted[chosen] - sums[chosen]:
+                chosen = each
+        bins[index] = chosen
+        if chosen < 0:
+            break
+        rooms[chosen] -= tokens[index]
+        sums[chosen] += work[index]
+        sizes[chosen] += 1
+    if (bins < 0).any():
+        bins, num_bins = best_fit(tokens, cap, np.empty(0, np.int64), np.empty(0, np.bool_), 0)
+        _open_bins(bins, num_bins, count)
+        sums[:] = 0
+        for index in range(tokens.size):
+            sums[bins[index]] += work[index]
+    return bins, sums
 
 
 @compiled

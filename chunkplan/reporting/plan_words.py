@@ -76,7 +76,7 @@ def memory_words(memory: PlanMemory | None, longest_sequence: int) -> list[str]:
     longest = longest_words(memory.longest)
     longest = f"Longest sequence that fits: {longest}; the longest here: {longest_sequence:,}" if longest else ""
     shared = sharding_words(memory.sharding, memory.dp) if memory.dp > 1 else ""
-    return [first, *filter(None, (memory_parts(memory.memory), shared, longest))]
+    return [first, *filter(None, (f"GiB: {memory_parts(memory.memory)}", shared, longest))]
 
 
 def longest_words(longest: Sequence[LongestSequence]) -> str:

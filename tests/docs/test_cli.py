@@ -15,7 +15,9 @@ DOCS = ROOT / "docs"
 
 
 @pytest.mark.docs
-@pytest.mark.parametrize("name", ["cli", "python_api", "templates", pytest.param("models", marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "name", ["balance", "cli", "python_api", "templates", pytest.param("models", marks=pytest.mark.soak)]
+)
 def test_a_generated_page_is_what_its_program_writes_now(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,6 +19,7 @@ from chunkplan.cost.token_bytes import ResidentTokens
 from chunkplan.layers import split_layers
 from chunkplan.planfile.plan import Plan, PlanStep
 from chunkplan.planning.memory import memory_of_stages
+from chunkplan.reporting.plan_memory import memory_over_step
 from chunkplan.reporting.plan_report import plan_report
 from tests.support.small_plans import CONFIGS, LENGTHS, built
 
@@ -114,3 +115,13 @@ def test_a_plan_that_describes_no_gpu_has_no_memory(tmp_path: Path) -> None:
     (plan.path / "manifest.json").write_text(json.dumps(manifest))
     assert plan_report(plan.path).memory is None
     assert plan_report(plan.path).to_dict()["memory"] is None
+
+
+def test_memory_over_the_fullest_step_comes_to_its_peak(plan: Plan) -> None:
+    """In order of time, to no more than the peak; least is there at the end of the step."""
+    peak = plan_report(plan).memory
+    assert peak is not None
+    times, held = memory_over_step(plan, peak)
+    assert len(times) == len(held) and (np.diff(times) >= 0).all()
+    assert max(each.total for each in held) == peak.memory.total
+    assert held[-1].total == min(each.total for each in held) and held[-1].weights == peak.memory.weights

@@ -9,6 +9,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from textwrap import wrap
 from typing import Any, NamedTuple
 
 import torch
@@ -196,7 +197,7 @@ def describe_run(
         f"learns    {_learning_words(config, num_steps)}",
         *([f"routers   load-balancing loss over {routers}"] if routers else ()),
         *group_lines(job.groups),
-        f"evaluates {evaluation or 'nothing: there is no plan of held-out sequences'}",
+        f"evaluates {evaluation or 'nothing (build with --holdout 0.01)'}",
         f"tokenizer {tokenizer[0].parent if tokenizer else 'none goes with the weights: the model has none'}",
         f"output    {config.output}",
         *([f"tracked   tensorboard --logdir {logs}"] if "tensorboard" in (config.report_to or ()) else ()),
@@ -252,9 +253,12 @@ class Screen:
             self._bar = None
 
     def say(self, line: str) -> None:
-        """Print a line; control characters in names from elsewhere are made visible."""
+        """Print a line, which a terminal has in several where it is long and no command; controls are made visible."""
         if not self._silent:
-            tqdm.write(one_line(line), file=sys.stderr)
+            is_whole = "`" in line or not sys.stderr.isatty()
+            columns = 1_000_000 if is_whole else shutil.get_terminal_size().columns
+            how: Any = {"subsequent_indent": 10 * " ", "break_on_hyphens": False, "break_long_words": False}
+            tqdm.write("\n".join(wrap(one_line(line), max(columns, 40), **how)), file=sys.stderr)
             sys.stderr.flush()
 
     def show_step(self, row: Row) -> None:

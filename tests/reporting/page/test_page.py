@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -303,3 +304,20 @@ def test_without_plotly_the_extra_is_named(
     assert (ran.code, ran.out) == (2, "")
     assert pip_install("report") in ran.err
     assert not list(tmp_path.iterdir())
+
+
+def test_the_gain_on_a_page_is_against_the_way_that_was_named(
+    plan: Plan, tuning: dict[str, Any], tmp_path: Path
+) -> None:
+    """As on the screen: not the fastest of today, which others are said to be; none where it does not fit."""
+    rows = [{**row, "fits": True, "lost_tokens": 0.0, "step_seconds": 100.0} for row in tuning["baselines"]]
+    rows[0] |= {"step_seconds": 2 * tuning["chosen"]["step_seconds"]}
+    analysis = plan.path.parent / "lengths.npy"
+    for named, said in ((rows[0]["name"], ", the fastest of today)"), (rows[1]["name"], " a step)"), (None, "")):
+        (tmp_path / "tune.json").write_text(json.dumps({**tuning, "baselines": rows, "speedup_over": named}))
+        made = write_and_read(tmp_path / "page.html", chunkplan.load_analysis(analysis), tuning=tmp_path / "tune.json")
+        if named is None:
+            assert "nothing to compare with" in made.text
+        else:
+            [found] = re.findall(rf"x as fast as {re.escape(named)} \((.*?\))", made.text)
+            assert found.endswith(said.strip() if named == rows[1]["name"] else said)
