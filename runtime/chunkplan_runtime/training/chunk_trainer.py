@@ -3,7 +3,6 @@
 One training step of transformers is one step of the plan: all chunks of a global batch run through the `Executor`,
 which leaves the gradients of the whole sequences. Everything around it is transformers' own and stays as it is:
 clipping, optimizers, schedules, callbacks, logging, checkpoints. What could only be left out is refused by name.
-On several processes, which torchrun or `accelerate launch` started, `sharded_trainer` has what is different.
 """
 
 from __future__ import annotations
@@ -298,11 +297,11 @@ def _check_settings(args: TrainingArguments) -> None:
         hint = 'use an optimizer that steps once a step, such as optim="adamw_torch"'
         raise UsageError(f"optim={optimizer!r} steps in every backward, of which a step has one a chunk", hint=hint)
     if args.world_size > 1 and args.mixed_precision != "no":
-        hint = "load the model with dtype=torch.bfloat16, or train by `chunkplan train`, which has float32 weights then"
+        hint = "load the model with dtype=torch.bfloat16, or use `chunkplan train`"
         raise UsageError(f"mixed precision {args.mixed_precision!r} on several processes", hint=hint)
     if (started := world_size()) > args.world_size:
-        told = f"{started} processes were started, and each takes itself for the only one"
-        raise UsageError(told, hint="without a GPU for each give TrainingArguments use_cpu=True")
+        hint = "without a GPU for each give TrainingArguments use_cpu=True"
+        raise UsageError(f"{started} processes were started, and each takes itself for the only one", hint=hint)
 
 
 def _settings_of_plan(
