@@ -63,7 +63,7 @@ class Row(NamedTuple):
 
 def sections() -> Iterator[str]:
     """Yield a section for each command, in the order of `chunkplan --help`; an option is described in one of them."""
-    parsed = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    parsed = typer.main.get_command(app()).commands  # type: ignore[attr-defined]
     rows = {name: [*map(row, options_of(command))] for name, command in parsed.items()}
     described: dict[tuple[str, str], tuple[str, Row]] = {}
     takers: dict[tuple[str, str], list[str]] = {}
@@ -80,7 +80,7 @@ def sections() -> Iterator[str]:
             for key, each in most.items()
         ],
     )
-    for command in app.registered_commands:
+    for command in app().registered_commands:
         assert command.callback is not None
         name = command.callback.__name__
         yield from section(command, parsed[name], [each for each in rows[name] if each.key not in most], described)
@@ -148,7 +148,7 @@ def trainer() -> Iterator[str]:
     """Yield what the trainer takes beside `chunkplan train`, whose options it has, and its example."""
     parser = make_parser()
     actions = [each for each in parser._actions if each.dest != "help"]
-    command = options_of(typer.main.get_command(app).commands["train"])  # type: ignore[attr-defined]
+    command = options_of(typer.main.get_command(app()).commands["train"])  # type: ignore[attr-defined]
     flags = {flag for each in command for flag in (*each.opts, *each.secondary_opts)}
     also_here = {flag for each in actions for flag in each.option_strings}
     assert also_here <= flags

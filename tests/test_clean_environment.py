@@ -157,7 +157,7 @@ def test_the_planner_works(run: Run) -> None:
 def test_every_command_has_its_help(run: Run) -> None:
     from chunkplan_cli.app import app
 
-    for command in app.registered_commands:
+    for command in app().registered_commands:
         done = run("chunkplan", command.callback.__name__, "--help")
         assert (done.returncode, done.stderr) == (0, "")
         assert "Example" in done.stdout

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from chunkplan import compiling
+from chunkplan import compiled, compiling
 from tests.support.places import ROOT
 
 #: Packs two items, then has the patience of commands end; says what came out, and whether something was compiled.
@@ -85,8 +83,6 @@ def test_the_loops_are_plain_python_too() -> None:
 def test_it_works_where_nothing_can_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     import numba
 
-    from chunkplan import compiled
-
     real = numba.njit
 
     def without_cache(*arguments: object, **options: bool) -> object:
@@ -102,39 +98,24 @@ def test_it_works_where_nothing_can_be_kept(monkeypatch: pytest.MonkeyPatch) -> 
     assert compiled.compiled(double)(np.array([1, 2])).tolist() == [2, 4]
 
 
-def test_parts_are_called_by_compiled_functions_alone() -> None:
-    """Python that calls one ends without a word: no function that is not compiled names it, in tests neither."""
-    trees = {path: ast.parse(path.read_text()) for folder in (".", "cli", "runtime") for path in python_files(folder)}
-    parts, callers = set(), []
-    for path, tree in trees.items():
-        for node in tree.body:
-            marks = {ast.unparse(mark) for mark in getattr(node, "decorator_list", ())}
-            if marks & {"compiled_part", "compiled_in_place"}:
-                parts.add((path, node.name))
-            elif not marks & {"compiled", "inlined"} and not isinstance(node, ast.Import | ast.ImportFrom):
-                callers.append((path, node))
-    assert len(parts) > 50
-    homes = {name: {home.stem for home, part in parts if part == name} for _, name in parts}
-    named = {
-        path: {name for home, name in parts if home == path}
-        | {
-            alias.asname or alias.name
-            for each in ast.walk(tree)
-            if isinstance(each, ast.ImportFrom)
-            for alias in each.names
-            if (each.module or "").split(".")[-1] in homes.get(alias.name, ())
-        }
-        for path, tree in trees.items()
-    }
-    for path, node in callers:
-        known = named[path]
-        used = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
-        assert not used & known, f"{path}: {used & known}"
+@compiled.compiled_in_place
+def first_of(values: np.ndarray) -> int:
+    if not values.size:
+        raise ValueError("no values")
+    return int(values[0])
 
 
-def python_files(folder: str) -> Iterator[Path]:
-    for name in ("chunkplan", "tests", "benchmarks", "docs", "chunkplan_cli", "chunkplan_runtime"):
-        yield from (ROOT / folder / name).rglob("*.py")
+@compiled.compiled
+def twice_the_first_of(values: np.ndarray) -> int:
+    return 2 * first_of(values)
+
+
+def test_what_compiled_functions_call_python_may_call_too() -> None:
+    """In either order, with the same errors."""
+    for function, expected in ((twice_the_first_of, 6), (first_of, 3), (twice_the_first_of, 6)):
+        assert function(np.array([3, 4])) == expected
+        with pytest.raises(ValueError, match="no values"):
+            function(np.zeros(0, np.int64))
 
 
 def test_compiling_ahead_ends_with_what_it_ran_beside(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -18,11 +18,11 @@ MOST_LINES, MOST_FUNCTION_LINES, MOST_PARAMETERS = 500, 80, 10
 BUDGETS = {
     ("runtime/",): 14_020,
     ("chunkplan/intake/",): 11_075,
-    ("chunkplan/reporting/", "cli/"): 10_035,
+    ("chunkplan/reporting/", "cli/"): 10_038,
     ("chunkplan/cost/", "chunkplan/tuning/"): 7_096,
     ("chunkplan/schedule/", "chunkplan/validation/", "chunkplan/simulation.py"): 5_767,
     ("chunkplan/config/", "chunkplan/options.py", "chunkplan/domains.py"): 1_336,
-    ("",): 60_060,
+    ("",): 60_137,
 }
 MOST_FILES = 307
 

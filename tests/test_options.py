@@ -155,7 +155,7 @@ def test_a_configuration_out_of_a_file_is_taken_as_it_is() -> None:
         PlanConfig(chunk_size=8, k=1, pp=2, virtual_stages=3)
 
 
-@pytest.mark.parametrize("name", [command.callback.__name__ for command in app.registered_commands if command.callback])
+@pytest.mark.parametrize("name", [command.name for command in app().registered_commands])
 def test_help_shows_no_types_of_python(name: str, command: Run) -> None:
     shown = command(name, "--help", width=80).out
     assert not re.search(r"<\w+(\[\w+\])?>", shown)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from chunkplan.arrays import BoolArray, Int64Array
-from chunkplan.compiled import compiled, compiled_part
+from chunkplan.compiled import compiled
 
 #: An exchange has to gain 1/_EXCHANGE_GAIN_PARTS of the mean, so that there are few of them.
 _EXCHANGE_GAIN_PARTS = 4096
@@ -70,7 +70,7 @@ def best_exchange(
     return given, taken
 
 
-@compiled_part
+@compiled
 def exchange(rank_of: Int64Array, given: int, taken: int, giver: int, taker: int) -> None:
     """Apply an exchange found by `best_exchange`."""
     rank_of[given] = taker

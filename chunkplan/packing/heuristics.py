@@ -14,7 +14,7 @@ from heapq import heappop, heappush
 import numpy as np
 
 from chunkplan.arrays import BoolArray, Int64Array
-from chunkplan.compiled import compiled, compiled_part, copy_to
+from chunkplan.compiled import compiled, copy_to
 from chunkplan.packing.histogram import starts
 
 # Lower bounds on the number of bins from counting alone: no packing needs fewer.
@@ -189,7 +189,7 @@ def minimum_bin_slack_counted(distinct: Int64Array, counts: Int64Array, capacity
         num_bins += repeats
 
 
-@compiled_part
+@compiled
 def _fullest_set(
     distinct: Int64Array,
     left: Int64Array,
@@ -234,7 +234,7 @@ def _fullest_set(
     return num_chosen
 
 
-@compiled_part
+@compiled
 def _longest_left(link: Int64Array, left: Int64Array, index: int) -> int:
     """The longest length from `index` downwards that has items left; -1 if there is none."""
     place = index + 1

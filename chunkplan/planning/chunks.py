@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from chunkplan.arrays import Int32Array, Int64Array, offsets_of
-from chunkplan.compiled import compiled, compiled_in_place, compiled_part
+from chunkplan.compiled import compiled, compiled_in_place
 from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.durations import ChunkTimes
 from chunkplan.cost.model import CostModel
@@ -97,13 +97,13 @@ def make_chunks(
     return chunks
 
 
-@compiled_part
+@compiled
 def _num_slices(size: np.int64, heads: np.int64) -> int:
     """Slices of a chunk that each of `size` ranks holds, of which `heads` share the heads."""
     return 1 if size == heads else SLICES
 
 
-@compiled_part
+@compiled
 def _number_shared(
     start: int, stop: int, step: int, dp: int, sequences: Sequences, chunks: Chunks, chunk_of: Int64Array
 ) -> int:
@@ -146,7 +146,7 @@ def _number_shared(
     return num_groups
 
 
-@compiled_part
+@compiled
 def _number_chunks(
     start: int,
     stop: int,

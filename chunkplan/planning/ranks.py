@@ -12,7 +12,7 @@ import numpy as np
 
 from chunkplan.arrays import BoolArray, Int64Array
 from chunkplan.balance.assign import assign, best_exchange, even_out, exchange, least_gain
-from chunkplan.compiled import compiled, compiled_part, copy_to
+from chunkplan.compiled import compiled, copy_to
 from chunkplan.packing.heuristics import best_fit, martello_toth
 
 #: A rank that shares a chunk holds at most so many slices of it, one from either half.
@@ -116,7 +116,7 @@ def assign_and_pack(step_starts: Int64Array, sequences: Sequences, params: Packi
     return assignment
 
 
-@compiled_part
+@compiled
 def _shared_loads(sequences: Sequences, num_shared: Int64Array) -> Int64Array:
     """Time of each rank for its shares of sequences, int64 [dp]; adds their chunks to `num_shared` [dp]."""
     loads = np.zeros(num_shared.size, np.int64)
@@ -190,7 +190,7 @@ def pack_and_rebalance(
     return bin_of, num_standalone, times
 
 
-@compiled_part
+@compiled
 def _pack_rank(
     sequences: Sequences,
     params: PackingParams,

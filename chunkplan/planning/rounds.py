@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 
 from chunkplan.arrays import Int64Array
-from chunkplan.compiled import compiled, compiled_part
+from chunkplan.compiled import compiled
 from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.durations import whole_pairs, work_ns
 from chunkplan.cost.model import CostModel
@@ -194,7 +194,7 @@ def even_rounds(total: int, longest: Int64Array, rounds: int) -> int:
     return total // rounds
 
 
-@compiled_part
+@compiled
 def _widen(
     ranks: int,
     num_groups: int,

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from chunkplan.arrays import BoolArray, Int64Array, offsets_of, sum_runs
-from chunkplan.compiled import compiled, compiled_part, copy_to
+from chunkplan.compiled import compiled, copy_to
 from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.durations import attention_pairs_of, seen_pairs, whole_ns
 from chunkplan.cost.exchange import exchange_times
@@ -213,7 +213,7 @@ def choose_groups(problem: SharingProblem, chosen: Int64Array, first_rank: Int64
     return slowest
 
 
-@compiled_part
+@compiled
 def _near_enough(problem: SharingProblem) -> int:
     """The excess over the bound within which a solution is accepted without further search.
 
@@ -223,7 +223,7 @@ def _near_enough(problem: SharingProblem) -> int:
     return problem.bound // _GAP_PARTS + min(3 * problem.chunk_ns // 4, problem.bound // _CHUNK_SHARE)
 
 
-@compiled_part
+@compiled
 def _degrees_for_target(problem: SharingProblem, target: float, choice: Int64Array) -> None:
     """Choose for each sequence, longest first, the degree with least work that is done by `target`: writes `choice`.
 
@@ -249,7 +249,7 @@ def _degrees_for_target(problem: SharingProblem, target: float, choice: Int64Arr
         loads[first : first + sizes[found]] += problem.times[found, job]
 
 
-@compiled_part
+@compiled
 def _max_load(loads: Int64Array, first: int, size: int) -> int:
     """The largest of a few loads; numpy would be slower."""
     most = loads[first]
@@ -258,7 +258,7 @@ def _max_load(loads: Int64Array, first: int, size: int) -> int:
     return int(most)
 
 
-@compiled_part
+@compiled
 def _improve(problem: SharingProblem, best: int, choice: Int64Array, first_rank: Int64Array) -> None:
     """Change the degree of one of the longest sequences at a time, as long as that helps.
 
@@ -291,7 +291,7 @@ def _improve(problem: SharingProblem, best: int, choice: Int64Array, first_rank:
         best = least
 
 
-@compiled_part
+@compiled
 def _assign_blocks(problem: SharingProblem, choice: Int64Array, first_rank: Int64Array, enough: int) -> int:
     """Assign sequences of given degrees to blocks of ranks, and fill up with the rest: returns the end of all ranks.
 
@@ -316,7 +316,7 @@ def _assign_blocks(problem: SharingProblem, choice: Int64Array, first_rank: Int6
     return level if level >= enough else _water_fill(problem, loads, packed, level, enough)
 
 
-@compiled_part
+@compiled
 def _water_fill(problem: SharingProblem, loads: Int64Array, packed: Int64Array, level: int, enough: int) -> int:
     """The end of all ranks with `loads` [dp] filled up with the rest, whose last chunks are not full.
 
@@ -334,7 +334,7 @@ def _water_fill(problem: SharingProblem, loads: Int64Array, packed: Int64Array, 
     return high
 
 
-@compiled_part
+@compiled
 def _fits(problem: SharingProblem, loads: Int64Array, packed: Int64Array, end: int) -> bool:
     """True if ranks filled up with the rest are done by `end`; see `_water_fill`."""
     linear = 1 - problem.chunk_ns / problem.full_chunk

@@ -14,7 +14,7 @@ import numpy as np
 
 from chunkplan.arrays import Int64Array
 from chunkplan.balance.assign import best_exchange, exchange, least_gain
-from chunkplan.compiled import compiled, compiled_part
+from chunkplan.compiled import compiled
 from chunkplan.errors import DataError
 from chunkplan.packing import pack_lengths
 from chunkplan.packing.heuristics import best_fit, martello_toth
@@ -161,7 +161,7 @@ def _ranks(tokens: Int64Array, work: Int64Array, dp: int, cap: int, count: int, 
     return rank_of
 
 
-@compiled_part
+@compiled
 def _even_out(
     tokens: Int64Array,
     work: Int64Array,
@@ -201,7 +201,7 @@ def _even_out(
             exchange(rank_of, given, taken, taker, heaviest)
 
 
-@compiled_part
+@compiled
 def _has_room(tokens: Int64Array, rank_of: Int64Array, rank: int, cap: int, count: int) -> bool:
     """True if best-fit decreasing puts the sequences of a rank into `count` micro-batches."""
     _, num_bins = best_fit(tokens[rank_of == rank], cap, np.empty(0, np.int64), np.empty(0, np.bool_), 0)
@@ -236,7 +236,7 @@ def _micro_batches(
     return bin_of
 
 
-@compiled_part
+@compiled
 def _fill(tokens: Int64Array, work: Int64Array, cap: int, wanted: Int64Array) -> tuple[Int64Array, Int64Array]:
     """The micro-batch of each sequence of a rank [n], which descend by work, and the work of each [count].
 

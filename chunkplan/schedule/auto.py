@@ -31,7 +31,7 @@ from __future__ import annotations
 import numpy as np
 
 from chunkplan.arrays import Int64Array
-from chunkplan.compiled import compiled, compiled_part, copy_to
+from chunkplan.compiled import compiled, copy_to
 from chunkplan.cost.durations import ChunkTimes
 from chunkplan.layers import STRAIGHT
 from chunkplan.planfile.chunks import Chunks, chunks_of_rank
@@ -124,7 +124,7 @@ def write_tails(
     return int(longest)
 
 
-@compiled_part
+@compiled
 def _from_arrival(chunks: Chunks, times: ChunkTimes, tails: Int64Array, stage: int, chunk: int) -> int:
     """The time from the arrival of a chunk's gradient at `stage`, which has recomputed it by then, to the end."""
     tail = tails[stage, chunks.keeps_activations.size + chunk]
@@ -171,7 +171,7 @@ def auto_step(chunks: Chunks, times: ChunkTimes, pp: int, memory_tokens: int, sp
     return actions
 
 
-@compiled_part
+@compiled
 def _identical_rank(chunks: Chunks, times: ChunkTimes, rank: int, others: Int64Array) -> int:
     """The first of some ranks whose chunks have the same kinds and times as those of `rank`, or -1."""
     start, stop = chunks.rank_chunks[rank], chunks.rank_chunks[rank + 1]
@@ -299,7 +299,7 @@ def order_bound(chunks: Chunks, times: ChunkTimes, pp: int, splits_backward: boo
     return _row_bounds(chunks, times, jobs, pp, splits_backward)[2]
 
 
-@compiled_part
+@compiled
 def baseline_1f1b(
     chunks: Chunks, times: ChunkTimes, pp: int, memory_tokens: int, splits_backward: bool
 ) -> tuple[Actions, int, int, Int64Array]:
@@ -327,7 +327,7 @@ def baseline_1f1b(
     return actions, int(memory), int(kv_limit), rank_ends
 
 
-@compiled_part
+@compiled
 def _split(whole: Actions) -> Actions:
     """The same actions with both halves of a backward one after the other."""
     is_backward = whole.ops == BACKWARD
@@ -344,7 +344,7 @@ def _split(whole: Actions) -> Actions:
     return Actions(ops, chunk_ids, np.zeros(size, np.int32), whole.stages + before[whole.stages])
 
 
-@compiled_part
+@compiled
 def _row_bounds(
     chunks: Chunks, times: ChunkTimes, jobs: Jobs, pp: int, splits_backward: bool
 ) -> tuple[Int64Array, Int64Array, int]:
@@ -367,7 +367,7 @@ def _row_bounds(
     return work, after, bound
 
 
-@compiled_part
+@compiled
 def _neighbour(chunks: Chunks, point: SearchPoint, pp: int, state: int) -> tuple[SearchPoint, bool, int]:
     """A search point with one random change on one rank, whether it differs, and the state of the random numbers.
 
@@ -398,7 +398,7 @@ def _neighbour(chunks: Chunks, point: SearchPoint, pp: int, state: int) -> tuple
     return new, bool(is_other), state
 
 
-@compiled_part
+@compiled
 def _evaluate(
     chunks: Chunks,
     times: ChunkTimes,

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from chunkplan.arrays import Int64Array
-from chunkplan.compiled import compiled, compiled_part
+from chunkplan.compiled import compiled
 from chunkplan.cost.durations import ChunkTimes
 from chunkplan.planfile.chunks import Chunks
 from chunkplan.schedule.actions import (
@@ -57,7 +57,7 @@ def jobs_of(chunks: Chunks, times: ChunkTimes, pp: int, backward: int = BACKWARD
     return jobs
 
 
-@compiled_part
+@compiled
 def _add_before(chunks: Chunks, times: ChunkTimes, pp: int, start: int, stop: int, backward: int, jobs: Jobs) -> None:
     n = chunks.keeps_activations.size
     clock = np.zeros(pp, np.int64)
@@ -76,7 +76,7 @@ def _add_before(chunks: Chunks, times: ChunkTimes, pp: int, start: int, stop: in
             arrival = clock[stage] + times.link[chunk]
 
 
-@compiled_part
+@compiled
 def _add_after(chunks: Chunks, times: ChunkTimes, pp: int, start: int, stop: int, backward: int, jobs: Jobs) -> None:
     """Fill `jobs.after` for one unit, which is simulated backwards from its end."""
     n = chunks.keeps_activations.size
@@ -132,7 +132,7 @@ def unit_bound(chunks: Chunks, times: ChunkTimes) -> int:
     return int(ends.max() - 2 * times.link.max())
 
 
-@compiled_part
+@compiled
 def _retained(chunks: Chunks, times: ChunkTimes, jobs: Jobs, stage: int) -> float:
     """Tokens of all chunks times the time for which `stage` retains each, at least."""
     pp, n = jobs.work.shape[0], chunks.keeps_activations.size

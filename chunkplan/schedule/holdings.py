@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from chunkplan.arrays import BoolArray, Int64Array
-from chunkplan.compiled import compiled, compiled_in_place, compiled_part, copy_to
+from chunkplan.compiled import compiled, compiled_in_place, copy_to
 from chunkplan.cost.durations import Float64Array
 from chunkplan.cost.token_bytes import MemoryRates
 from chunkplan.operations import ON_GPU, ON_HOST, OPS
@@ -165,7 +165,7 @@ def _mark_group(kv: Int64Array, last: int, is_marked: BoolArray) -> int:
     return int(kv[END, first])
 
 
-@compiled_part
+@compiled
 def _working_kv_bytes(num_keys: int, memory_rates: MemoryRates, stage: int) -> float:
     """Bytes of pages and exchange at work with `num_keys` tokens of keys and values, see `MemoryRates`."""
     of_page = 0.0
@@ -200,7 +200,7 @@ def snapshot_bytes(snapshots: Int64Array, memory_rates: MemoryRates) -> Float64A
     return found
 
 
-@compiled_part
+@compiled
 def _bytes_of_snapshot(snapshot: Int64Array, memory_rates: MemoryRates, stage: int) -> float:
     """Bytes of `snapshot` [8] on a stage, see `snapshot_bytes`."""
     num_bytes = _working_kv_bytes(snapshot[KV], memory_rates, stage)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from chunkplan.arrays import BoolArray, Int32Array, Int64Array
-from chunkplan.compiled import compiled, compiled_in_place, compiled_part, inlined
+from chunkplan.compiled import compiled, compiled_in_place, inlined
 from chunkplan.cost.durations import ChunkTimes
 from chunkplan.planfile.chunks import Chunks
 from chunkplan.schedule.actions import (
@@ -249,7 +249,7 @@ def _choose_next(
                 start[row], kind[row], state.weight[row] = state.clock[row], _WEIGHT, place
 
 
-@compiled_part
+@compiled
 def _joint_start(
     first_rank: Int32Array, cp_size: Int32Array, chunk: int, starts: Int64Array, stage: int, pp: int
 ) -> int:
@@ -290,7 +290,7 @@ def _forward_goes_first(
     return bool(end < other_end or (end == other_end and is_sooner))
 
 
-@compiled_part
+@compiled
 def _initial_state(chunks: Chunks, pp: int) -> _State:
     """The state of the stages of all ranks at the start."""
     n, bases = chunks.num_tokens.size, chunks.rank_chunks
@@ -321,7 +321,7 @@ def _initial_state(chunks: Chunks, pp: int) -> _State:
     return state
 
 
-@compiled_part
+@compiled
 def _next_row(start: Int64Array, kind: Int64Array) -> int:
     """The stage that can start first, [pp]; of several the one that does the first kind of thing."""
     stage = 0
@@ -331,7 +331,7 @@ def _next_row(start: Int64Array, kind: Int64Array) -> int:
     return stage
 
 
-@compiled_part
+@compiled
 def next_weight(is_weighted: BoolArray, place: int, backwards: Int64Array, head: Int64Array, unit: int) -> int:
     """The first weight half from `place` on, in the order of backwards [n], that is not done; of `unit` unless -1."""
     while place < is_weighted.size and (is_weighted[place] or (unit >= 0 and head[backwards[place]] != unit)):
@@ -339,7 +339,7 @@ def next_weight(is_weighted: BoolArray, place: int, backwards: Int64Array, head:
     return place
 
 
-@compiled_part
+@compiled
 def units(chunks: Chunks) -> tuple[Int64Array, Int64Array]:
     """The first chunk of each chunk's unit, and of each such first chunk how many of its unit are kept: int64 [n]."""
     n = chunks.keeps_activations.size

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from chunkplan.arrays import BoolArray, Int32Array, Int64Array
-from chunkplan.compiled import compiled, compiled_part, copy_to
+from chunkplan.compiled import compiled, copy_to
 from chunkplan.cost.durations import ChunkTimes
 from chunkplan.planfile.chunks import Chunks
 from chunkplan.schedule.actions import Actions
@@ -87,7 +87,7 @@ def local_search(chunks: Chunks, times: ChunkTimes, pp: int, memory: int, effort
     return best
 
 
-@compiled_part
+@compiled
 def _evaluate(
     chunks: Chunks,
     times: ChunkTimes,
@@ -108,7 +108,7 @@ def _evaluate(
     return list_schedule(chunks, times, point.order, limits, WHOLE, actions)
 
 
-@compiled_part
+@compiled
 def mutate(group_id: Int32Array, point: SearchPoint, state: int) -> int:
     """Apply one random change to `point`; returns the state of the random numbers."""
     n, pp = group_id.size, point.ahead.size
@@ -138,7 +138,7 @@ def mutate(group_id: Int32Array, point: SearchPoint, state: int) -> int:
     return state
 
 
-@compiled_part
+@compiled
 def _shift(order: Int64Array, chunk: int, step: int, distance: int, group_id: Int32Array) -> None:
     """Move `chunk` on, `distance` times by `step` places, but not past its own group."""
     place = 0
@@ -152,7 +152,7 @@ def _shift(order: Int64Array, chunk: int, step: int, distance: int, group_id: In
         place = neighbour
 
 
-@compiled_part
+@compiled
 def _some_units(group_id: Int32Array, forwards: Int64Array, chunk: int, number: int) -> BoolArray:
     """The group of `chunk`, or as many as `number` standalone chunks that are forwarded from `chunk` on: bool [n]."""
     if group_id[chunk] >= 0:
@@ -170,7 +170,7 @@ def _some_units(group_id: Int32Array, forwards: Int64Array, chunk: int, number: 
     return chosen
 
 
-@compiled_part
+@compiled
 def _move(order: Int64Array, moved: BoolArray, before: int) -> None:
     """Move these chunks, in their order, to before the chunk `before`; to the end where there is none such."""
     chosen, rest = order[moved[order]], order[~moved[order]]
@@ -182,7 +182,7 @@ def _move(order: Int64Array, moved: BoolArray, before: int) -> None:
     copy_to(order[place + chosen.size :], rest[place:])
 
 
-@compiled_part
+@compiled
 def draw(state: int, bound: int) -> tuple[int, int]:
     """The next state of the minimal standard generator (Park and Miller 1988), and a number below `bound`."""
     state = state * 48271 % 2147483647

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from chunkplan.arrays import Int64Array
-from chunkplan.compiled import compiled, compiled_part
+from chunkplan.compiled import compiled
 from chunkplan.cost.durations import ChunkTimes
 from chunkplan.planfile.chunks import Chunks
 from chunkplan.schedule.actions import BACKWARD, unit_end
@@ -80,13 +80,13 @@ def most_forwards(chunks: Chunks, order: Order, memory: int) -> Int64Array:
     return _most_within(order, kept, kept, chunks.num_tokens - kept, memory)
 
 
-@compiled_part
+@compiled
 def most_forwards_by_kv(order: Order, kv: Int64Array, limit: int) -> Int64Array:
     """The same for a limit on tokens with keys and values; `kv`: see `kv_tokens`."""
     return _most_within(order, kv[0], kv[1], np.zeros(kv.shape[1], np.int64), limit)
 
 
-@compiled_part
+@compiled
 def _most_within(order: Order, comes: Int64Array, goes: Int64Array, again: Int64Array, limit: int) -> Int64Array:
     """The most forwards before each backward in order, int64 [n], with at most `limit` tokens held.
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import numpy as np
 
 from chunkplan.arrays import Int8Array, Int32Array, Int64Array, offsets_of
-from chunkplan.compiled import compiled, compiled_in_place, compiled_part, copy_to
+from chunkplan.compiled import compiled, compiled_in_place, copy_to
 from chunkplan.cost.durations import ChunkTimes
 from chunkplan.cost.model import CostModel, Sharding
 from chunkplan.layers import STRAIGHT, StagePlacement
@@ -86,7 +86,7 @@ def assign_slots(
     return ends, before
 
 
-@compiled_part
+@compiled
 def slot_kinds(step: StepGraph, virtual_stages: Int32Array, slot_ops: Int8Array, num_virtual_stages: int) -> Int64Array:
     """The op and virtual stage of the slot of each action that needs one, as one number, else -1, by action."""
     kinds = np.empty(step.ops.size, np.int64)
@@ -96,7 +96,7 @@ def slot_kinds(step: StepGraph, virtual_stages: Int32Array, slot_ops: Int8Array,
     return kinds
 
 
-@compiled_part
+@compiled
 def _best_of_rules(step: StepGraph, slots: Int64Array, slot_ops: Int8Array, pp: int) -> SimulationState:
     """Simulate a step by each rule and return the state of the fastest."""
     best = initial_state(step, pp)
@@ -252,7 +252,7 @@ def greedy_slots(
     return slots
 
 
-@compiled_part
+@compiled
 def _most_left_first(
     chunks: Chunks, actions: Actions, times: ChunkTimes, slot_ops: Int8Array, first: int, dp: int, slots: Int64Array
 ) -> None:

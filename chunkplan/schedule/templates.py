@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from chunkplan.arrays import BoolArray, Int64Array
-from chunkplan.compiled import compiled, compiled_in_place, compiled_part, copy_to
+from chunkplan.compiled import compiled, compiled_in_place, copy_to
 from chunkplan.cost.durations import ChunkTimes
 from chunkplan.layers import StagePlacement
 from chunkplan.planfile.chunks import Chunks, chunks_of_rank
@@ -81,7 +81,7 @@ def state_aware_1f1b(
         warm_up += pp
 
 
-@compiled_part
+@compiled
 def _backward_order(chunks: Chunks) -> Int64Array:
     """Chunks in order, those of a group descending: int64 [n]."""
     order = np.empty(chunks.group_id.size, np.int64)  # [n]
@@ -94,7 +94,7 @@ def _backward_order(chunks: Chunks) -> Int64Array:
     return order
 
 
-@compiled_part
+@compiled
 def _in_rounds(chunks: Int64Array, pp: int, num_virtual: int, descending: bool) -> Int64Array:
     """pp `chunks` at a time, on one virtual stage after the other: [n x num_virtual], as virtual stage x n + chunk."""
     order = np.empty(chunks.size * num_virtual, np.int64)  # [n x num_virtual]
@@ -108,7 +108,7 @@ def _in_rounds(chunks: Int64Array, pp: int, num_virtual: int, descending: bool) 
     return order
 
 
-@compiled_part
+@compiled
 def _forwards_before(order: Order, warm_up: int, ahead: int) -> Int64Array:
     """Number of forwards of a stage before each backward in order, int64 [n].
 

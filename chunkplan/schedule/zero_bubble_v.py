@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from chunkplan.arrays import Int64Array
-from chunkplan.compiled import compiled, compiled_part, copy_to
+from chunkplan.compiled import compiled, copy_to
 from chunkplan.cost.durations import ChunkTimes
 from chunkplan.planfile.chunks import Chunks
 from chunkplan.schedule.actions import (
@@ -101,7 +101,7 @@ def zero_bubble_v(chunks: Chunks, times: ChunkTimes, pp: int, actions: Actions) 
                 copy_to(actions.virtual_stages, trial.virtual_stages)
 
 
-@compiled_part
+@compiled
 def _list_schedule(chunks: Chunks, times: ChunkTimes, order: Order, rule: _Rule, memory: int, actions: Actions) -> int:
     """Fill `actions` and return the makespan; `memory` is for virtual stages, each of which counts by itself.
 
@@ -180,7 +180,7 @@ def _list_schedule(chunks: Chunks, times: ChunkTimes, order: Order, rule: _Rule,
         changed = range(max(stage - 1, 0), min(stage + 2, pp))
 
 
-@compiled_part
+@compiled
 def _send(ready_at: Int64Array, is_forward: bool, place: int, chunk: int, now: int, link: int) -> None:
     """Record when a chunk done on a model stage arrives at the next one; there is no link where the V turns."""
     last = ready_at.shape[1] - 1
@@ -192,7 +192,7 @@ def _send(ready_at: Int64Array, is_forward: bool, place: int, chunk: int, now: i
         ready_at[1, place - 1, chunk] = now + (0 if place - 1 == last // 2 else link)
 
 
-@compiled_part
+@compiled
 def _leaves_room(needs: _Needs, counts: tuple[int, int, int, int], memory: int) -> bool:
     """True if a stage has room for all remaining actions after so many forwards and backwards of its two virtual
     stages.
@@ -213,7 +213,7 @@ def _leaves_room(needs: _Needs, counts: tuple[int, int, int, int], memory: int) 
     return True
 
 
-@compiled_part
+@compiled
 def _needs(chunks: Chunks, order: Order) -> _Needs:
     n, keeps = order.forwards.size, chunks.keeps_activations
     recomputed, held, released = np.empty(n, np.int64), np.zeros(n + 1, np.int64), np.zeros(n + 1, np.int64)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import signal
 import sys
 import traceback
 from collections.abc import Callable
 from copy import copy
+from importlib import import_module
 from inspect import getdoc
-from typing import Annotated, Any, NoReturn
+from pathlib import Path
+from typing import Annotated, Any, NoReturn, cast
 
 import typer
 from typer.core import TyperCommand
@@ -18,34 +21,50 @@ from typer.core import TyperCommand
 from chunkplan.errors import HELP_HINT, ChunkplanError, UsageError
 from chunkplan.extras import not_installed
 from chunkplan.options import Advanced
-from chunkplan_cli.analyze import analyze
-from chunkplan_cli.build import build
-from chunkplan_cli.calibrate import calibrate
-from chunkplan_cli.diff import diff
-from chunkplan_cli.export import export
-from chunkplan_cli.gain import gain
-from chunkplan_cli.inspect import inspect
 from chunkplan_cli.main import INTERRUPTED
-from chunkplan_cli.merge import merge
-from chunkplan_cli.parity import parity
-from chunkplan_cli.simulate import simulate
 from chunkplan_cli.terminal import note, print_error
-from chunkplan_cli.train import score, train
-from chunkplan_cli.tune import tune
-from chunkplan_cli.validate import validate
 
 _SYSTEM_HINT = "check that the path can be read or written, and that the disk has room"
 
 #: Errors of the system for a wrong path, rather than for a machine in trouble.
 _USERS_TO_FIX = {errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EROFS}
 
-app = typer.Typer(
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    help="Plan long-context fine-tuning offline: split long sequences into chunks, pack short ones, schedule them.\n\n"
-    "See what your data would gain, analyze them, tune for a model and GPUs, build a plan, inspect it, train.",
-    epilog="Example: chunkplan gain train.jsonl --gpus 8",
-)
+_FIRST = ("gain", "analyze", "merge", "tune", "build", "inspect", "train", "score")
+_COMMANDS = (*_FIRST, "diff", "simulate", "validate", "export", "parity", "calibrate")
+
+
+def app(*words: str) -> typer.Typer:
+    """Return the command line with the command that `words` begin with, or with all, whose modules it imports.
+
+    The last paragraph of a command's docstring is its example, which ends its help, below the options.
+    """
+    typer_app = typer.Typer(
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+        help="Plan long-context fine-tuning offline: split long sequences into chunks, pack short ones, schedule "
+        "them.\n\nSee what your data would gain, analyze them, tune for a model and GPUs, build a plan, inspect it, "
+        "train.",
+        epilog="Example: chunkplan gain train.jsonl --gpus 8",
+        callback=_options,
+    )
+    for name in words[:1] if {*words[:1]} & {*_COMMANDS} else _COMMANDS:
+        command = _command(name, is_listed=words in (("--help",), ("-h",)))
+        *paragraphs, example = (" ".join(paragraph.split()) for paragraph in (getdoc(command) or "").split("\n\n"))
+        typer_app.command(name, cls=_Command, help="\n\n".join(paragraphs), epilog=example)(command)
+    return typer_app
+
+
+def _command(name: str, is_listed: bool) -> Callable[..., None]:
+    """The command, or its docstring alone, read from the source, since importing all commands takes longest."""
+    module = "train" if name == "score" else name
+    if not is_listed:
+        return cast(Callable[..., None], getattr(import_module(f"chunkplan_cli.{module}"), name))
+    source = Path(__file__).with_name(f"{module}.py").read_text(encoding="utf-8")
+
+    def command() -> None: ...
+
+    command.__doc__ = re.findall(rf'^def {name}\(.*?"""(.*?)"""', source, re.DOTALL | re.MULTILINE)[0]
+    return command
 
 
 class _Command(TyperCommand):
@@ -95,18 +114,6 @@ def _show_all(ctx: Any, parameter: Any, is_asked: bool) -> None:
         ctx.exit()
 
 
-def _register(command: Callable[..., None]) -> None:
-    """The last paragraph of a command's docstring is its example, which ends its help, below the options."""
-    *paragraphs, example = (" ".join(paragraph.split()) for paragraph in (getdoc(command) or "").split("\n\n"))
-    app.command(cls=_Command, help="\n\n".join(paragraphs), epilog=example)(command)
-
-
-_FIRST = (gain, analyze, merge, tune, build, inspect, train, score)
-_COMMANDS = (*_FIRST, diff, simulate, validate, export, parity, calibrate)
-for command in _COMMANDS:
-    _register(command)
-
-
 def _print_version(wanted: bool) -> None:
     if wanted:
         from chunkplan.version import __version__
@@ -115,7 +122,6 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def _options(
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
@@ -128,7 +134,7 @@ def run_command() -> NoReturn:
     """Run the command line and exit; never a traceback for what a user can fix."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # leave nothing half-written behind
     try:
-        code = _called(sys.argv[1:] or ["--help"])
+        code = _called(sys.argv[1:])
         if code == INTERRUPTED:  # typer turns a keyboard interrupt into this
             note("interrupted")
         print(end="", flush=True)
@@ -163,7 +169,7 @@ def run_command() -> NoReturn:
 def _called(words: list[str]) -> Any:
     """Run the command line; a signal that arrives as compiled code returns ends it as any other does."""
     try:
-        return app(words, prog_name="chunkplan", standalone_mode=False)
+        return app(*words)(words or ["--help"], prog_name="chunkplan", standalone_mode=False)
     except SystemError as error:  # Python says so of what its handler raised then
         if isinstance(error.__cause__, (SystemExit, KeyboardInterrupt)):
             raise error.__cause__ from None
@@ -188,4 +194,4 @@ def _fail(error: ChunkplanError) -> NoReturn:
 def _program() -> str:
     """Return the command as typed: Typer's errors do not always name the command."""
     given = sys.argv[1] if len(sys.argv) > 1 else ""
-    return f"chunkplan {given}" if given in [command.__name__ for command in _COMMANDS] else "chunkplan"
+    return f"chunkplan {given}" if given in _COMMANDS else "chunkplan"

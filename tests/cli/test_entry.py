@@ -47,7 +47,7 @@ def app(*words, **more):
         signal.raise_signal(signal.{name})
     except BaseException as error:
         raise SystemError("returned a result with an exception set") from error
-chunkplan_cli.app.app = app
+chunkplan_cli.app.app = lambda *words: app
 """
 
 

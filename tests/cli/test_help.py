@@ -25,7 +25,7 @@ from chunkplan.packing import PACKERS
 from chunkplan_cli.app import app
 from chunkplan_runtime.training.config import ATTENTION
 
-COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+COMMANDS = typer.main.get_command(app()).commands  # type: ignore[attr-defined]
 PROGRAM = Path(sys.executable).parent / "chunkplan"
 
 #: The options that every command has.
@@ -49,6 +49,14 @@ def test_the_help_of_a_command_ends_with_an_example_that_parses(name: str, comma
     COMMANDS[name].make_context(name, arguments)
     for line in others:
         assert re.fullmatch(rf"[1-9]\d* more options: chunkplan {name} --help-all", line)
+
+
+def test_the_list_of_commands_is_the_same_without_importing_them(capsys: pytest.CaptureFixture[str]) -> None:
+    listed, imported = (
+        app(*words)(["--help"], standalone_mode=False) or capsys.readouterr().out for words in (["--help"], [])
+    )
+    assert "gain" in listed
+    assert listed == imported
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -268,7 +268,7 @@ def test_the_python_and_the_screens_of_the_tuning_run_as_written(
         r"`(--gpu-memory \w+)`\s+a step of the example takes (\S+ s), and (\S+ s) with", TUNING
     )
     shown = tuning_screen(f"{screens[0][0]} {less}", tmp_path)
-    [box] = re.findall(r"```text\n(│ checkpointing.*?)```", TUNING, re.S)
+    [box] = re.findall(r"```text\n(│ setting.*?)```", TUNING, re.S)
     assert set(box.splitlines()) < set(shown)
     assert all(any(time in line for line in shown) for time in times)
 

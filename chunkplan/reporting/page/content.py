@@ -113,8 +113,7 @@ _NAMED = 3
 
 
 def gain_facts(tuning: TuningDocument, own: ChoiceEntry | None, summary: PlanSummary | None) -> list[tuple[str, str]]:
-    """Return the speedup of a step over the baseline that the tuning compares with: the fastest that fits and loses no
-    token, or the one that was named.
+    """Return the speedup of a step over the baseline that the tuning compares with: the fastest, or the one named.
 
     The step is that of `own`, the choice of a plan; without one, the mean step of `summary`, for a plan that is none of
     the choices; without a plan, that of the chosen one. For a plan with other settings the chosen step is added.
@@ -123,7 +122,7 @@ def gain_facts(tuning: TuningDocument, own: ChoiceEntry | None, summary: PlanSum
     if today is None:
         return [("gain", "nothing to compare with: no way of today, or not the one that was named, fits")]
     whole = [row["step_seconds"] for row in tuning["baselines"] if row["fits"] and not row["lost_tokens"]]
-    is_fastest = not today["lost_tokens"] and today["step_seconds"] == min(whole)
+    is_fastest = not today["lost_tokens"] and today["step_seconds"] == min(whole, default=0.0)
     chosen = tuning["chosen"]
     if summary is None or own is not None:
         step = (own or chosen)["step_seconds"]

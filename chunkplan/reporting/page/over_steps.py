@@ -128,7 +128,8 @@ def memory_over_step_figure(memory: PlanMemory, times: Float64Array, held: Seque
         )
     limit = memory.gpu_bytes / 2**30
     figure.add_hline(y=limit, line={"color": GREY, "width": 1.5, "dash": "dash"})
-    y_axis = axis("GiB", range=[0, 1.03 * max(limit, max(each.total for each in held) / 2**30)], fixedrange=True)
+    most = max(limit, max(each.total for each in held) / 2**30)
+    y_axis = axis("GiB", range=[-0.06 * most, 1.03 * most], fixedrange=True)
     x_axis = axis("seconds of the step", **within(0.0, float(times[-1])))
     figure.update_layout(layout(300, hovermode="x", xaxis=x_axis, yaxis=y_axis))
     return figure
