@@ -25,7 +25,9 @@ try:
     trainer = ChunkTrainer(model, args=args, plan=plan)
     trainer.train(resume_from_checkpoint=any(Path(output).glob("checkpoint-*")))
     if trainer.eval_dataset is not None:
-        print(trainer.evaluate())
+        metrics = trainer.evaluate()
+        if trainer.is_world_process_zero():
+            print(metrics)
 except ChunkplanError as error:
     print(f"error: {error}\nhint: {error.hint}", file=sys.stderr)
     sys.exit(error.exit_code)

@@ -89,6 +89,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     require_torch()
     if name == "ChunkTrainer":
+        if os.environ.get("WORLD_SIZE", "1") != "1":
+            set_for_several_processes()
         try:
             import_module("accelerate")
         except ImportError as error:

@@ -3,7 +3,6 @@
 One training step of transformers is one step of the plan: all chunks of a global batch run through the `Executor`,
 which leaves the gradients of the whole sequences. Everything around it is transformers' own and stays as it is:
 clipping, optimizers, schedules, callbacks, logging, checkpoints. What could only be left out is refused by name.
-On several processes, which torchrun or `accelerate launch` started, `sharded_trainer` has what is different.
 """
 
 from __future__ import annotations
@@ -297,9 +296,12 @@ def _check_settings(args: TrainingArguments) -> None:
     if any(part in optimizer for part in _STEPPING_IN_BACKWARD):
         hint = 'use an optimizer that steps once a step, such as optim="adamw_torch"'
         raise UsageError(f"optim={optimizer!r} steps in every backward, of which a step has one a chunk", hint=hint)
+    if args.world_size > 1 and args.mixed_precision != "no":
+        hint = "load the model with dtype=torch.bfloat16, or use `chunkplan train`"
+        raise UsageError(f"mixed precision {args.mixed_precision!r} on several processes", hint=hint)
     if (started := world_size()) > args.world_size:
-        told = f"{started} processes were started, and each takes itself for the only one"
-        raise UsageError(told, hint="without a GPU for each give TrainingArguments use_cpu=True")
+        hint = "without a GPU for each give TrainingArguments use_cpu=True"
+        raise UsageError(f"{started} processes were started, and each takes itself for the only one", hint=hint)
 
 
 def _settings_of_plan(
@@ -344,7 +346,7 @@ def _find_sharding(asked: str | None, plan: Plan, model: PreTrainedModel, args: 
     if found != SHARED[0] and args.world_size == 1:
         raise UsageError(f"sharding={found!r} with one process", hint="start more: `torchrun --nproc-per-node N`")
     if found != SHARED[0] and model.dtype == torch.bfloat16:
-        hint = 'load the model with dtype=torch.float32 and set bf16=True, or give sharding="optimizer"'
+        hint = 'load the model with dtype=torch.float32, or give sharding="optimizer"'
         raise UsageError(f"sharding={found!r} of weights in bfloat16 would sum gradients in bfloat16", hint=hint)
     return cast(Sharding, found)
 

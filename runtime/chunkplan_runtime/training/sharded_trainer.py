@@ -1,8 +1,7 @@
 """`Trainer` of transformers with a model that is sharded over its processes, as `chunkplan train` shards it.
 
-Accelerate never wraps the model: what it would wrap it in reduces gradients in every backward, of which processes have
-different numbers. Checkpoints are those of one process: the main one writes whole weights and whole states of the
-optimizer, and any number of processes goes on from them.
+Accelerate never wraps the model: its wrapper would reduce gradients in every backward, of which processes have unequal
+numbers. Checkpoints are those of one process: the main one writes all, and any number of processes goes on from them.
 """
 
 from __future__ import annotations
@@ -42,15 +41,13 @@ class ShardedTrainer(Trainer):
 
     def join(self, job: Job, sharding: Sharding) -> None:
         """Shard the model over the processes of `job`; UsageError: its optimizer cannot be, or see `Executor.join`."""
-        optimizer: Any = self.optimizer
-        name = OptimizerNames(self.args.optim).value
+        optimizer, name = cast(Any, self.optimizer), OptimizerNames(self.args.optim).value
         if optimizer is None and self.optimizer_cls_and_kwargs is None and name not in ELEMENTWISE:
             hint = f"use one of {', '.join(ELEMENTWISE)}, or give optimizers= or optimizer_cls_and_kwargs="
             raise UsageError(f"optim={name!r} is not known to work on rows of weights, which processes have", hint=hint)
         if optimizer is not None and optimizer.state:
             raise UsageError("the optimizer has a state already", hint="make a new one, or resume from a checkpoint")
-        model: Any = self.model
-        before = dict(model.named_parameters())
+        before = dict((model := cast(Any, self.model)).named_parameters())
         self._executor.join(job, sharding)
         places = {before[name]: weight for name, weight in model.named_parameters()}
         for group in () if optimizer is None else optimizer.param_groups:
