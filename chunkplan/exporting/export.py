@@ -170,17 +170,27 @@ DOORS = {
     module.replace("_", "-"): f"from chunkplan.adapters import {module}; {module}.install()"
     for module in ("megatron", "ms_swift", "nemo_rl", "prime_rl", "slime", "verl")
 } | {
-    "axolotl": "from chunkplan_runtime.adapters.transformers import with_plan_step",
-    "torchtitan": "from chunkplan.adapters.torchtitan import ChunkplanRowsConfig",
-    "transformers": "from chunkplan_runtime.adapters.transformers import with_plan",
-    "trl": "from chunkplan_runtime.adapters.transformers import with_plan_step",
+    "axolotl": """from chunkplan_runtime.adapters.transformers import with_plan_step
+# in a BasePlugin, with sample_packing and max_steps:
+def get_trainer_cls(self, cfg):
+    return with_plan_step(AxolotlTrainer, cap=cfg.sequence_len)""",
+    "torchtitan": """from chunkplan.adapters.torchtitan import ChunkplanRowsConfig
+dataloader = GrainDataLoader.Config(dataset=ChunkplanRowsConfig(path="chunkplan-out/plan"))""",
+    "transformers": """from chunkplan_runtime.adapters.transformers import with_plan
+# of a plan of `chunkplan build --micro-batches N`, N = args.gradient_accumulation_steps:
+trainer = with_plan(Trainer, "chunkplan-out/plan")(
+    model, args, train_dataset=rows, data_collator=DataCollatorWithFlattening()
+)""",
+    "trl": """from chunkplan_runtime.adapters.transformers import with_plan_step
+# args = SFTConfig("run", padding_free=True, max_length=None):
+trainer = with_plan_step(SFTTrainer, cap=16384)(model, args, train_dataset=rows)""",
 }
 
 
 def refuse_door(name: str) -> None:
     """Raise UsageError, with the way on, where `name` is a framework that takes no files."""
-    if line := DOORS.get(name.lower()):
-        hint = f"`{line}` in every process; docs/integrations.md has the rest"
+    if name.lower() in DOORS:
+        hint = f"`chunkplan export --to {name.lower()}` says how, and docs/integrations.md"
         raise UsageError(f"{name} reads no files, it calls the planner", hint=hint)
 
 

@@ -176,7 +176,7 @@ PEERS = {
         ["megatron_bridge", "megatron_bridge/src", "megatron"],
         ["tests/unit_tests/data/packing/test_parquet.py", "cases_megatron_bridge.py"],
     ),
-    "torchtitan": Peer(DOORS["torchtitan"], ["torchtitan"], ["cases_torchtitan.py"]),
+    "torchtitan": Peer(DOORS["torchtitan"].splitlines()[0], ["torchtitan"], ["cases_torchtitan.py"]),
 }
 
 
