@@ -16,7 +16,7 @@ from chunkplan.cost.optimizers import Optimizer
 from chunkplan.cost.shape import ModelShape
 from chunkplan.domains import FLAG, MOST, Domain, number, one_of, several, tokens, whole
 from chunkplan.errors import UsageError
-from chunkplan.options import Advanced, Options, option, options_of, same
+from chunkplan.options import UNSET, Advanced, Options, option, options_of, same
 
 CHUNK_SIZES = (
     *(1024, 2048, 3072, 4096, 5120, 6144, 7168, 8192, 10240, 12288, 14336, 16384, 20480, 24576, 32768, 40960, 49152),
@@ -189,7 +189,10 @@ class TuneOptions(Options):
     def __post_init__(self) -> None:
         typed: object = self.gpus
         if isinstance(typed, str):
-            for name, value in options_of(TuneOptions)["gpus"].read(typed).items():
+            read = options_of(TuneOptions)["gpus"].read(typed)
+            if "hardware" in read and self.hardware is not UNSET:
+                raise UsageError(f"gpus is {typed}, and hardware is given too", hint="give one of them")
+            for name, value in read.items():
                 object.__setattr__(self, name, value)
         super().__post_init__()
 

@@ -121,7 +121,10 @@ def _lengths(
     from chunkplan.workspace import find_tokenizer
 
     if not data or _is_measured(data):
-        return load_analysis(find_analysis(Path(data[0]) if data else None, place)), None, []
+        loaded = load_analysis(find_analysis(Path(data[0]) if data else None, place))
+        if not loaded.is_exact:
+            _warn_of_estimate()
+        return loaded, None, []
     how, reading = with_files(None, place, files, reading)
     most, cutting = model.max_positions, []
     if most and reading.keys().isdisjoint(("max_length", "long")):
@@ -137,12 +140,16 @@ def _lengths(
             f"of them: off by {percent(estimate.error)} in the middle of the longest tenth; none is left out"
         )
     elif not analysis.is_exact:
-        warn("no tokenizer: the lengths are estimated from bytes; times and memory are, too")
-        note("hint: give --tokenizer FILE, or set CHUNKPLAN_TOKENIZER")
+        _warn_of_estimate()
     if cutting and (num_cut := int((analysis.num_tokens == most).sum())):
         warn(f"{counted(num_cut, 'sequence')} cut to the {most:,} tokens that {model.name} takes")
         note("hint: `--overlong drop` leaves them out; a model with more positions, or rope scaling, takes them whole")
     return analysis, estimate, cutting
+
+
+def _warn_of_estimate() -> None:
+    warn("no tokenizer: the lengths are estimated from bytes; times and memory are, too")
+    note("hint: `chunkplan analyze` with --tokenizer FILE, or set CHUNKPLAN_TOKENIZER")
 
 
 def _is_measured(data: list[str]) -> bool:

@@ -8,6 +8,7 @@ exact, chunk by chunk, as a step of cross-entropy. Only numbers of target tokens
 from __future__ import annotations
 
 import runpy
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,8 +91,8 @@ def step_weights(
     with torch.enable_grad():
         log_probs, entropies = (-values[:, 0]).requires_grad_(), values[:, 1].clone().requires_grad_()
         reference = -values[:, 2] if values.shape[1] > 2 else None
-        value = loss(TargetTokens(log_probs, entropies, ids[firsts], firsts.cumsum(0) - 1, positions, reference))
-        _check(value)
+        of_sequences = firsts.cumsum(0) - 1
+        value = _called(loss, TargetTokens(log_probs, entropies, ids[firsts], of_sequences, positions, reference))
         by_log_prob, by_entropy = torch.autograd.grad(value.sum(), (log_probs, entropies), allow_unused=True)
     derivatives = torch.zeros_like(log_probs) if by_log_prob is None else -by_log_prob
     if by_entropy is not None:
@@ -160,9 +161,17 @@ def by_sequence(everyone: Sequence[Columns]) -> tuple[Int64Array, BoolArray, Col
     return order, is_first, (ids, positions, losses[order])
 
 
-def _check(value: object) -> None:
+def _called(loss: StepLoss, tokens: TargetTokens) -> Tensor:
+    try:
+        value: object = loss(tokens)
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        place = [frame for frame in frames if frame.filename != __file__][:1] or frames[-1:]
+        message = f"the loss of the step raised {type(error).__name__}: {error}"
+        hint = "`tokens` is a chunkplan_runtime.TargetTokens: log_probs, entropies, which, sequence_ids, positions"
+        raise UsageError(message, where=f"{place[0].filename}:{place[0].lineno}", hint=hint) from error
     if isinstance(value, Tensor) and value.numel() == 1 and value.requires_grad:
-        return
+        return value
     given = type(value).__name__
     if isinstance(value, Tensor):
         given = f"a tensor of shape {tuple(value.shape)}" + ("" if value.requires_grad else " without a gradient")

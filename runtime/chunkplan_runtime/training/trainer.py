@@ -315,8 +315,9 @@ class TrainingRun:
         return ChunkplanError(
             f"not finite: {what}",
             where=where,
-            hint="try a smaller --lr, --max-grad-norm 1 or --precision fp32 in a new run, or leave these sequences "
-            "out; " + self.folder.how_to_resume(),
+            hint=(f"look at {self.config.loss}, " if self.config.loss else "")
+            + "try a smaller --lr, --max-grad-norm 1 or --precision fp32 in a new run, or leave these sequences out; "
+            + self.folder.how_to_resume(),
         )
 
 

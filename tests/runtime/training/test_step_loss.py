@@ -150,6 +150,7 @@ def test_a_sequence_that_a_step_has_twice_is_there_twice(new_model, new_plan):
         (lambda tokens: tokens.log_probs, r"a tensor of shape \(\d+,\), expected one number"),
         (lambda tokens: tokens.log_probs.detach().sum(), r"a tensor of shape \(\) without a gradient"),
         (lambda tokens: 1.0, "the loss of the step is float"),
+        (lambda tokens: tokens.logits, r"test_step_loss\.py:\d+: the loss of the step raised AttributeError: "),
     ],
 )
 def test_what_is_no_loss_of_log_probabilities_is_refused(loss, words, new_model, new_plan):
