@@ -137,6 +137,11 @@ _TABLES = Domain(lambda value: isinstance(value, list | tuple), "a list of table
 _HINT = "compare it with the profiles that come with chunkplan, chunkplan/cost/profiles/*.toml"
 
 
+def typed_gpus(count: int, name: str) -> str:
+    """GPUs as `--gpus` takes them: with the name of a profile that is shipped."""
+    return f"{count}x{name}" if name in SHIPPED else str(count)
+
+
 def load_hardware(name_or_path: str | Path) -> Hardware:
     """A shipped profile by its name in any case, or one from a TOML file with the entries of `Hardware`.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from chunkplan.config.plan import ORDERS_OF_GROUPS, PlanConfig
@@ -73,14 +73,19 @@ def memory_words(memory: PlanMemory | None, longest_sequence: int) -> list[str]:
     first = f"Fullest GPU: {gibibytes(memory.memory.total)} of {gibibytes(memory.gpu_bytes)}, on {where}"
     if not memory.fits:
         first += ", does not fit; `chunkplan tune ANALYSIS --gpus N` finds what does"
-    longest = longest_words(memory.longest)
+    longest = longest_words(memory.longest, longest_sequence if memory.fits else 0)
     longest = f"Longest sequence that fits: {longest}; the longest here: {longest_sequence:,}" if longest else ""
     shared = sharding_words(memory.sharding, memory.dp) if memory.dp > 1 else ""
     return [first, *filter(None, (f"GiB: {memory_parts(memory.memory)}", shared, longest))]
 
 
-def longest_words(longest: Sequence[LongestSequence]) -> str:
-    """Return the longest sequence that fits by number of ranks that share it; "" where other chunks decide."""
+def longest_words(longest: Sequence[LongestSequence], held: int = 0) -> str:
+    """Return the longest sequence that fits by number of ranks that share it; "" where other chunks decide.
+
+    `held`: tokens of the longest that a plan has which fits. What is estimated is beside the fullest chunks of others.
+    """
+    if longest and longest[-1].num_tokens is not None:
+        longest = [*longest[:-1], replace(longest[-1], num_tokens=max(longest[-1].num_tokens, held))]
     if longest and longest[0].num_tokens is None:
         return "any"
     return ", ".join(
@@ -127,7 +132,8 @@ def overview_rows(
         used += f", {ZERO[memory.sharding]}" if memory.dp > 1 else ""
         rows.append(("GPU memory", used + ("" if memory.fits else ": does not fit")))
         rows += [("host memory", f"{gibibytes(memory.host_bytes)} a GPU")] if memory.host_bytes else []
-        rows += [("longest that fits", longest)] if (longest := memory.fits and longest_words(memory.longest)) else []
+        longest = longest_words(memory.longest, summary.longest_sequence) if memory.fits else ""
+        rows += [("longest that fits", longest)] if longest else []
     layout = ", ".join([layout_words(config.dp, tp, config.pp), *_stages(config, num_layers)])
     rows += [
         ("GPUs", f"{config.dp * tp * config.pp}: {layout}" if config.dp * tp * config.pp > 1 else f"1: {layout[9:]}"),

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from chunkplan.arrays import Int32Array
 from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.checkpointing import checkpointing_words
+from chunkplan.cost.hardware import typed_gpus
 from chunkplan.cost.model import CostModel
 from chunkplan.cost.states import optimizer_bytes
 from chunkplan.errors import UsageError
@@ -375,6 +376,10 @@ def _smallest_layouts(options: TuneOptions, gpus: int) -> Iterator[TuneOptions]:
         )
 
 
+#: Flags by which there are more GPUs.
+_FLAGS = "--gpus, --dp, --pp"
+
+
 def _nothing_fits(smallest: Choice, options: TuneOptions, enough: int | None) -> UsageError:
     memory, layout, shape = smallest.memory, smallest.layout, smallest.cost.shape
     states = memory.weights + memory.gradients + memory.optimizer
@@ -391,7 +396,7 @@ def _nothing_fits(smallest: Choice, options: TuneOptions, enough: int | None) ->
         f"nothing fits {options.gpu_memory / 2**30:.1f} GiB a GPU with dp {layout.dp}, tp {layout.tp}, pp {layout.pp}: "
         f"the least is {memory.total / 2**30:.1f} GiB ({', '.join(how)}), of which weights, gradients and optimizer "
         f"take {states / 2**30:.1f} GiB",
-        hint=("more GPUs (--gpus, --dp, --pp)" if enough is None else f"more GPUs (--gpus {enough} is enough)")
+        hint=f"more GPUs ({f'--gpus {typed_gpus(enough, options.hardware.name)} is enough' if enough else _FLAGS})"
         + ("" if everything else ", --sharding auto")
         + (", --optimizer adamw-8bit" if fits_in_8_bits else "")
         + ("" if options.lora_rank else ", adapters (--lora-rank)")

@@ -247,8 +247,9 @@ def output_option(help: str, *, metavar: str = "DIR") -> Any:
 def find_analysis(given: Path | None, place: Workspace) -> Path:
     """Return the analysis that was given, or that of the workspace; raises UsageError where there is none."""
     if given is None and not place.analysis.exists():
+        command = shlex.join(["chunkplan", "analyze", "DATA", *_workspace_flags(place)])
         raise UsageError(
-            f"there is no analysis in the workspace {place.root}", hint="run `chunkplan analyze DATA`, or give ANALYSIS"
+            f"there is no analysis in the workspace {place.root}", hint=f"run `{command}`, or give ANALYSIS"
         )
     return given or place.analysis
 
@@ -260,9 +261,10 @@ def find_plan(given: Path | None, place: Workspace, others: str) -> Path:
         UsageError: there is none; `others` is what may be given, as in "PLAN".
     """
     if given is None and not place.plan.exists():
-        command = ["chunkplan", "build", "--auto", "--gpus", "8"]
-        command += [] if place == Workspace.find() else ["--workspace", str(place.root)]
-        raise UsageError(
-            f"there is no plan in the workspace {place.root}", hint=f"run `{shlex.join(command)}`, or give {others}"
-        )
+        command = shlex.join(["chunkplan", "build", "--auto", "--gpus", "8", *_workspace_flags(place)])
+        raise UsageError(f"there is no plan in the workspace {place.root}", hint=f"run `{command}`, or give {others}")
     return given or place.plan
+
+
+def _workspace_flags(place: Workspace) -> list[str]:
+    return [] if place == Workspace.find() else ["--workspace", str(place.root)]

@@ -11,7 +11,7 @@ from rich.panel import Panel
 from rich.table import Table as RichTable
 
 from chunkplan.cost.fused import fused_words
-from chunkplan.cost.hardware import ERRORS, source_of
+from chunkplan.cost.hardware import ERRORS, source_of, typed_gpus
 from chunkplan.quantities import gibibytes, k_words, layout_words, percent, seconds, trained_words
 from chunkplan.reporting.tables import Table
 from chunkplan.reporting.way_row import how_words
@@ -254,6 +254,9 @@ def _gain_words(tuning: Tuning) -> str:
     if not tuning.has_gain:
         return f"none: keep {today}; a plan takes {seconds(tuning.best.step_ns / 1e3)}"
     today += "" if tuning.options.baseline else ", the fastest way of today that fits and loses no token"
+    faster = [row for row in tuning.baselines if row.fits and not row.lost and row.step_ns < tuning.best.step_ns]
+    if faster:
+        today += f"; {min(faster, key=lambda row: row.step_ns).name} is faster and loses no token"
     error = ERRORS[source_of(tuning.options.hardware)]
     if tuning.gain is not None and tuning.gain < 1 + error:
         today += f"; predictions may be off by {error:.0%}: measure both"
@@ -277,7 +280,7 @@ def _longest_words(tuning: Tuning) -> str:
     choice = tuning.best
     longest = longest_of(choice.config, choice.cost, choice.memory, tuning.options.gpu_memory)
     can_share = choice.config.cp != "off" or not choice.cost.shares("gradients")
-    return longest_words(longest if can_share else longest[:1])
+    return longest_words(longest if can_share else longest[:1], tuning.longest_sequence if choice.fits else 0)
 
 
 def _fewest_words(tuning: Tuning) -> str:
@@ -286,7 +289,8 @@ def _fewest_words(tuning: Tuning) -> str:
     used = tuning.best.layout.gpus
     if tuning.fewest_gpus == used:
         return f"{used}: it does not fit on fewer" if used > min(GPU_COUNTS) else "1"
-    return f"{tuning.fewest_gpus} (`--gpus {tuning.fewest_gpus}` says how long a step takes then)"
+    fewest = typed_gpus(tuning.fewest_gpus, tuning.options.hardware.name)
+    return f"{tuning.fewest_gpus} (`--gpus {fewest}` says how long a step takes then)"
 
 
 def _words(choice: Choice, tuning: Tuning) -> str:

@@ -160,7 +160,7 @@ def test_the_fewest_gpus_are_enough_and_half_of_them_are_not(data: Path, tmp_pat
     assert 1 < fewest < 8 and f"fewest GPUs {fewest} (`--gpus {fewest}`" in text_of(ran.stdout)
     assert run(tmp_path, "tune", lengths, "--gpus", str(fewest), *asked).returncode == 0
     ran = run(tmp_path, "tune", lengths, "--gpus", str(fewest // 2), *asked)
-    assert ran.returncode == 2 and f"hint: more GPUs (--gpus {fewest} is enough)" in ran.stderr
+    assert ran.returncode == 2 and f"hint: more GPUs (--gpus {fewest}xh100 is enough)" in ran.stderr
 
 
 def test_lengths_that_have_drifted_are_reported_and_too_long_ones_refused(data: Path, tmp_path: Path) -> None:

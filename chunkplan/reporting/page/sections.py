@@ -8,6 +8,7 @@ import numpy as np
 import polars as pl
 
 from chunkplan.arrays import Int32Array, Int64Array
+from chunkplan.cost.hardware import typed_gpus
 from chunkplan.errors import visible
 from chunkplan.intake.tokenizer import RecordTokenizer
 from chunkplan.planfile.analysis import Analysis, TokenReader
@@ -277,6 +278,7 @@ def ways_section(tuning: TuningDocument) -> Section:
 def what_if_section(tuning: TuningDocument) -> list[Section]:
     """Show the best step with each ChunkSize and on each layout, where the search timed several."""
     charts, notes, fewest = [], [], tuning["fewest_gpus"]
+    of_them = typed_gpus(fewest, tuning["cost_model"]["hardware"]["name"])
     if len(best_by_chunk_size(tuning)) > 1:
         notes.append("The fastest choice that fits with each ChunkSize that was simulated; the one to take is green.")
         words = "Time of a step with the fastest choice that fits of each ChunkSize, in seconds."
@@ -285,7 +287,7 @@ def what_if_section(tuning: TuningDocument) -> list[Section]:
         notes.append("Then the same GPUs in other layouts, of which only the best were searched in full.")
         words = "Time of a step on each layout of the GPUs that was compared, in seconds."
         charts.append(Chart("layouts-chart", words, {"": layouts_figure(tuning)}))
-    notes.append(f"The fewest GPUs on which something fits: {fewest:,}; `--gpus {fewest}` times a step on them.")
+    notes.append(f"The fewest GPUs on which something fits: {fewest:,}; `--gpus {of_them}` times a step on them.")
     title = "What if: another ChunkSize, another layout, fewer GPUs"
     return [Section("what-if", title, [" ".join(notes)], charts=charts)] if charts else []
 
