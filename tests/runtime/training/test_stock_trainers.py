@@ -321,7 +321,7 @@ def begun(folder):
         (2 * CAP, {"data_seed": 7}, "data_seed was 42, is 7$"),
         (2 * CAP, {"per_device_train_batch_size": 4}, "the number of rows a step was 4, is 8$"),
         (2 * CAP, {"gradient_accumulation_steps": 4}, "the number of rows a step was 4, is 8$"),
-        (2 * CAP, {"dataloader_drop_last": False}, "dataloader_drop_last was True, is False$"),
+        (2 * CAP, {"dataloader_drop_last": False}, "dataloader_drop_last was true, is false$"),
         (2 * CAP + 1, {}, "cap was 80, is 81$"),
     ],
 )
