@@ -85,8 +85,11 @@ def whole_numbers(values: Sequence[int] | IntArray, name: str, least: int) -> np
     try:
         given = np.asarray(values)
     except ValueError:  # lists of several lengths
-        given = np.empty(0, np.object_)
-    if given.ndim != 1 or not given.size or given.dtype.kind not in "iu":
+        given = np.empty((0, 0), np.object_)
+    if given.shape == (0,):
+        told = f"there are no {'sequences' if name == 'lengths' else name}"
+        raise DataError(told, where=name, hint="give the tokens of each sequence")
+    if given.ndim != 1 or given.dtype.kind not in "iu":
         raise DataError(f"{name} is no list of whole numbers", where=name, hint="give the tokens of each sequence")
     wrong = np.flatnonzero((given < least) | (given > MOST))
     if wrong.size:

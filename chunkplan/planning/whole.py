@@ -65,8 +65,8 @@ def assign_whole(
                 f"{own[0].size} sequences of {own[0].sum():,} tokens do not go into {dp} x {micro_batches} "
                 f"micro-batches: {may_do}, each of one sequence at least and {cap:,} tokens at most",
                 where=where,
-                hint="change the number of micro-batches, the cap, or the sequences a step; --last-batch drop leaves "
-                "out a last step of fewer",
+                hint="change the number of micro-batches, the cap, or the sequences a step; `build --last-batch drop` "
+                "leaves out a last step of fewer",
             )
         for count in choices:
             found = assign_step(*own, dp, cap, count, equal_sequences=equal_sequences, stages=stages)
@@ -79,7 +79,7 @@ def assign_whole(
                 f"found no way to put its {own[0].size} sequences of {own[0].sum():,} tokens into {dp} x {choices[-1]} "
                 f"micro-batches of at most {cap:,} tokens, though no bound rules it out",
                 where=where,
-                hint="use one micro-batch more, or a larger cap",
+                hint="use a larger cap" + ", or one micro-batch more" * (choices[-1] < most),
             )
     on_ranks = np.repeat(counts, dp, axis=1)
     return RankAssignment(rank_of, bin_of, np.zeros_like(on_ranks), on_ranks, on_ranks.copy(), counts[:, 0] * dp)
@@ -123,11 +123,14 @@ def _check_counts(tokens: Int64Array, dp: int, cap: int, equal_sequences: bool, 
             hint=f"use a cap of {tokens.max()} or more, or let sequences be split",
         )
     if tokens.size < dp or (equal_sequences and tokens.size % dp):
+        wanted, ranks = f"{dp} or more", f"{tokens.size} or fewer"
+        if equal_sequences:
+            wanted, ranks = f"a multiple of {dp}", str(max(each for each in range(1, dp) if tokens.size % each == 0))
         raise DataError(
             f"{tokens.size} sequences cannot give each of {dp} ranks {'as many' if equal_sequences else 'one'}",
             where=where,
-            hint=f"use a multiple of {dp} sequences a step, or {tokens.size} ranks or fewer; --last-batch drop leaves "
-            "a short last step out",
+            hint=f"give a step {wanted} sequences, or use dp {ranks}; `build --last-batch drop` leaves out a last step "
+            "of fewer",
         )
 
 

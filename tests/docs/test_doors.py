@@ -32,7 +32,7 @@ def test_the_table_has_every_framework_and_the_page_its_line() -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_stock_trainers_train_planned_steps_by_the_lines_of_the_page(tmp_path, monkeypatch, tiny_config) -> None:
-    """For one step of a CPU each: a plan of four micro-batches, and one that is planned as it goes."""
+    """On one process of a CPU: an epoch of a plan of four micro-batches, and three that are planned as they go."""
     ids = [np.arange(length) % 90 for length in range(3, 43)]
     write_analysis(tmp_path / "chunkplan-out/analysis", [(each, np.arange(each.size) > 0) for each in ids])
     config = chunkplan.PlanConfig(chunk_size=512, k=1, global_batch=32, micro_batches=4, last_batch="drop")
@@ -44,8 +44,8 @@ def test_stock_trainers_train_planned_steps_by_the_lines_of_the_page(tmp_path, m
     doors = section("integrations.md", "transformers, TRL, axolotl, ms-swift")
     blocks = re.findall(r"```python\n(.*?)```", doors, re.S)
     assert len(blocks) == 3
-    options = '"run", use_cpu=True, bf16=False, max_steps=1, logging_steps=1, report_to="none", '
-    for block in blocks[:2]:
+    options = '"run", use_cpu=True, bf16=False, logging_steps=1, report_to="none", '
+    for block, steps in zip(blocks[:2], (1, 6), strict=True):
         names = {"rows": Dataset.from_dict({"input_ids": [each.tolist() for each in ids]})}
         exec(block.replace('"run", ', options), names)
-        assert names["trainer"].state.global_step == 1 and names["trainer"].state.log_history[0]["loss"] > 0
+        assert names["trainer"].state.global_step == steps and names["trainer"].state.log_history[0]["loss"] > 0

@@ -96,7 +96,8 @@ def test_ranks_are_even_where_no_sequence_outweighs_one(seed: int, dp: int, equa
 @pytest.mark.parametrize(
     ("lengths", "options", "message"),
     [
-        ([], {}, "no list of whole numbers"),
+        ([], {}, "there are no sequences"),
+        ([5], {"targets": []}, "there are no targets"),
         ([5, 0], {}, r"lengths\[1\] is 0, expected 1"),
         ([5.5, 1], {}, "no list of whole numbers"),
         ([5, 70], {"split": "none"}, "sequence 1 has 70 tokens, above the cap of 64"),
@@ -124,6 +125,17 @@ def test_what_cannot_be_planned_says_why(lengths: list[int], options: dict[str, 
         plan_step(lengths, **{"dp": 2, "cap": 64, **options})
     assert raised.value.hint
     assert isinstance(raised.value, DataError | UsageError)
+
+
+@pytest.mark.parametrize(("number", "dp", "equal"), [(9, 8, True), (5, 8, True), (12, 7, True), (3, 4, False)])
+def test_the_hint_of_sequences_that_do_not_go_into_ranks_works(number: int, dp: int, equal: bool) -> None:
+    options: dict[str, Any] = {"cap": 64, "micro_batches": "fewest", "equal_sequences": equal}
+    with pytest.raises(DataError, match=f"{number} sequences cannot give each of {dp} ranks") as raised:
+        plan_step([5] * number, dp=dp, **options)
+    [(sequences, ranks)] = re.findall(r"give a step \D*(\d+).* use dp (\d+)", raised.value.hint)
+    plan_step([5] * number, dp=int(ranks), **options)
+    plan_step([5] * int(sequences), dp=dp, **options)
+    assert not equal or all(number % more for more in range(int(ranks) + 1, dp + 1))
 
 
 @pytest.mark.parametrize(

@@ -108,6 +108,18 @@ def refused_on_first(rank):
     raise DataError("cannot be", where=f"process {rank}", hint="none")
 
 
+class UnsentError(Exception):
+    """An error that no other process can be sent: it has a function."""
+
+    def __init__(self):
+        super().__init__("broken", lambda: None)
+
+
+def broken_on_first():
+    """What fails on the first process otherwise than by a refusal."""
+    raise UnsentError
+
+
 def stock(folder: Path):
     """`Trainer` and `SFTTrainer`."""
     found, saving = {}, {"save_strategy": "steps"}
@@ -123,6 +135,10 @@ def stock(folder: Path):
         _of_first(rank == 0, partial(refused_on_first, rank))
     except DataError as error:
         found["refused"] = str(error)
+    try:
+        _of_first(rank == 0, broken_on_first)
+    except Exception as error:
+        found["broken"] = repr(error)
     return found
 
 

@@ -6,7 +6,9 @@ accumulation steps, lists of rows of the trainer's dataset. Nobody pads or repea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -23,11 +25,15 @@ from chunkplan.arrays import Int64Array
 from chunkplan.cost.model import CostModel
 from chunkplan.errors import ChunkplanError, DataError, UsageError
 from chunkplan.lengths import row_lengths
+from chunkplan.options import in_words
 from chunkplan.planfile.likeness import how_to_build_like, samples_of
 from chunkplan.planfile.load import load_plan, load_same_analysis
 from chunkplan.planfile.plan import Plan
 from chunkplan_runtime.feed.stream import broken_plan
 from chunkplan_runtime.training.checkpoint import PlanIdentity, checkpoint_of_plan
+
+#: Options of `plan_step` that follow from the trainer.
+_OF_TRAINER = ("cp", "dp", "micro_batches", "pp", "split", "step", "targets")
 
 #: `Trainer` takes the batches of such samplers as they are; transformers before 5.17, which axolotl has, knows none.
 _TakenAsItIs: Any = getattr(trainer_pt_utils, "BatchRebalanceSampler", object)
@@ -38,13 +44,14 @@ class StepSampler(BatchSampler, _TakenAsItIs):  # type: ignore[misc]
     """The micro-batches of one process, `num_steps` steps an epoch: `steps(epoch, first)` gives those from `first` on.
 
     `done`: the steps that a resumed run has behind it. Instead of these come empty micro-batches, which transformers
-    drops then, whatever they hold.
+    drops then, whatever they hold. `samples`: what determines the rows of every step, by the names in messages.
     """
 
     steps: Callable[[int, int], Iterator[list[list[int]]]]
     num_steps: int
     micro_batches: int
     done: Callable[[], int]
+    samples: Mapping[str, Any]
     epoch: int = 0
 
     def __len__(self) -> int:
@@ -63,7 +70,7 @@ def with_plan(trainer: type[Trainer], plan: str | Path, *, analysis: str | Path 
     """A subclass of a `Trainer` class that trains the steps of a plan of `chunkplan build --micro-batches N`.
 
     `analysis`: where the plan's analysis is, if it has moved. Raises UsageError of no plan, DataError of a damaged one;
-    and when training begins, of settings that are not the plan's, and of rows.
+    and when training begins, of settings that are not the plan's, and of rows, whose lengths alone are compared.
     """
     opened = load_plan(plan)
     found = load_same_analysis(opened, analysis, option="analysis=")
@@ -73,8 +80,6 @@ def with_plan(trainer: type[Trainer], plan: str | Path, *, analysis: str | Path 
         _check_plan(trained.args, opened)
         rows = found.rows_in(lengths)
         rank, count = trained.args.process_index, trained.args.gradient_accumulation_steps
-        trained.remove_callback(PlanIdentity)
-        trained.add_callback(PlanIdentity(samples_of(opened.manifest)))
 
         def steps(epoch: int, first: int) -> Iterator[list[list[int]]]:
             for step in opened.iter_steps(epoch * num_steps + first):
@@ -83,9 +88,9 @@ def with_plan(trainer: type[Trainer], plan: str | Path, *, analysis: str | Path 
                     raise broken_plan(f"{len(own)} micro-batches, expected {count}", f"{opened.path}, step {step.step}")
                 yield [rows[sequences].tolist() for sequences in own]
 
-        return StepSampler(steps, num_steps, count, lambda: trained.state.global_step)
+        return StepSampler(steps, num_steps, count, lambda: trained.state.global_step, samples_of(opened.manifest))
 
-    return type(trainer.__name__, (_StepTrainer, trainer), {"_sampler": sampler, "_plan": opened})
+    return type(trainer.__name__, (_StepTrainer, trainer), {"_sampler": sampler})
 
 
 def with_plan_step(trainer: type[Trainer], *, cap: int, cost: CostModel | None = None, **options: Any) -> type[Any]:
@@ -93,13 +98,17 @@ def with_plan_step(trainer: type[Trainer], *, cap: int, cost: CostModel | None =
 
     A step has `per_device_train_batch_size` x `gradient_accumulation_steps` x processes rows, in an order by
     `data_seed` or `seed` and the epoch. The first process assigns them to micro-batches of at most `cap` tokens and
-    tells the others. `cost` and `options` are as in `plan_step`. When an epoch begins, steps with too few rows are a
-    UsageError, and a DataError rows without tokens, or with too many for the cap, alone or in a step.
+    tells the others. `cost` and `options` are as in `plan_step`; raises UsageError of those that it does not take, and
+    that follow from the trainer. When an epoch begins, steps with too few rows are a UsageError, and a DataError rows
+    without tokens, or with too many for the cap, alone or in a step. A run goes on with rows of the same lengths.
     """
     from chunkplan.planning.step import plan_step  # the planner, which a plan does not need
     from chunkplan.planning.whole import fewest_micro_batches
 
-    model = cost or CostModel()
+    for name in options.keys() & _OF_TRAINER:
+        raise UsageError(f"with_plan_step takes no {name}: it follows from the trainer", hint="leave it out")
+    how: Any = {"cap": cap, "cost": cost or CostModel(), "split": "none", **options}
+    plan_step([1], dp=1, micro_batches=1, **how)  # raises what is wrong with them
 
     def sampler(trained: Trainer, lengths: Int64Array) -> StepSampler:
         args = trained.args
@@ -109,10 +118,17 @@ def with_plan_step(trainer: type[Trainer], *, cap: int, cost: CostModel | None =
         _check_rows(lengths, cap, batch, tail, dp * count)
         num_steps = lengths.size // batch + (tail > 0)
         seed = args.seed if args.data_seed is None else args.data_seed
+        samples = {
+            "the number of rows": lengths.size,
+            "the hash of their lengths, in order,": hashlib.sha256(lengths.tobytes()).hexdigest(),
+            "the number of rows a step": batch,
+            "cap": int(cap),
+            "data_seed": seed,
+            "dataloader_drop_last": args.dataloader_drop_last,
+        }
 
         def assigned(rows: Int64Array, number: int) -> list[list[list[int]]]:
-            how: Any = {"cost": model, "step": number, "micro_batches": count, "split": "none", **options}
-            step = plan_step(lengths[rows], dp=dp, cap=cap, **how)
+            step = plan_step(lengths[rows], dp=dp, step=number, micro_batches=count, **how)
             return [[rows[places].tolist() for places in step.sequences(each)] for each in range(dp)]
 
         def steps(epoch: int, first: int) -> Iterator[list[list[int]]]:
@@ -124,20 +140,22 @@ def with_plan_step(trainer: type[Trainer], *, cap: int, cost: CostModel | None =
             for rows, number in in_steps:
                 yield _of_first(rank == 0, partial(assigned, rows, number))[rank]
 
-        return StepSampler(steps, num_steps, count, lambda: trained.state.global_step)
+        return StepSampler(steps, num_steps, count, lambda: trained.state.global_step, samples)
 
-    return type(trainer.__name__, (_StepTrainer, trainer), {"_sampler": sampler, "_plan": None})
+    return type(trainer.__name__, (_StepTrainer, trainer), {"_sampler": sampler})
 
 
 class _StepTrainer(Trainer):
     """The part of a trainer that takes its batches from a `StepSampler`; evaluation is as it was."""
 
     _sampler: Callable[[Int64Array], StepSampler]
-    _plan: Plan | None
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         _check_settings(self)
-        return self._sampler(row_lengths(self.train_dataset if train_dataset is None else train_dataset))
+        sampler = self._sampler(row_lengths(self.train_dataset if train_dataset is None else train_dataset))
+        self.remove_callback(PlanIdentity)
+        self.add_callback(PlanIdentity(sampler.samples))
+        return sampler
 
     def get_train_dataloader(self) -> Any:
         """A loader of the micro-batches of this process; raises UsageError where the trainer makes others."""
@@ -152,10 +170,11 @@ class _StepTrainer(Trainer):
         return loader
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Train as the trainer does; raises UsageError where the checkpoint is of another plan."""
-        if resume_from_checkpoint and self._plan is not None:
-            how: Any = {"has_own_rates": self.lr_scheduler is not None and not self._created_lr_scheduler}
-            resume_from_checkpoint = checkpoint_of_plan(resume_from_checkpoint, self.args, self._plan, **how)
+        """Train as the trainer does; raises UsageError where the checkpoint is of other steps."""
+        if resume_from_checkpoint:
+            sampler = self._get_train_sampler()
+            num_steps = math.ceil(self.args.num_train_epochs * sampler.num_steps)
+            resume_from_checkpoint = checkpoint_of_plan(resume_from_checkpoint, self, sampler.samples, num_steps)
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
 
@@ -182,12 +201,15 @@ def _check_plan(args: TrainingArguments, plan: Plan) -> None:
         told = f"the plan is for dp {config.dp} and pp {config.pp}, processes: {args.world_size}"
         hint = f"`{how_to_build_like(plan, args.world_size, 1)}` builds one of the same steps"
     elif config.micro_batches != count:
-        told = f"gradient_accumulation_steps={count}, the plan has micro-batches: {config.micro_batches}"
-        hint = f"build the plan with `--micro-batches {count}`, or set gradient_accumulation_steps to what it has"
-    elif args.max_steps > num_steps or (args.max_steps <= 0 and args.num_train_epochs != epochs):
-        asked = f"max_steps={args.max_steps:,}" if args.max_steps > 0 else f"num_train_epochs={args.num_train_epochs:g}"
-        told = f"{asked}, the plan has {num_steps:,} steps, epochs: {epochs}"
-        hint = f"set num_train_epochs={epochs}, or build the plan with more --epochs; max_steps may stop earlier"
+        told = f"gradient_accumulation_steps={count}, the plan has micro-batches: {in_words(config.micro_batches)}"
+        other = f", or set gradient_accumulation_steps={config.micro_batches}"
+        hint = f"build the plan with `--micro-batches {count}`" + other * isinstance(config.micro_batches, int)
+    elif args.max_steps > num_steps:
+        told = f"max_steps={args.max_steps:,}, the plan has {num_steps:,} steps, epochs: {epochs}"
+        hint = f"set max_steps={num_steps} or less, or build the plan with more --epochs"
+    elif args.max_steps <= 0 and args.num_train_epochs != epochs:
+        told = f"num_train_epochs={args.num_train_epochs:g}, the plan has {num_steps:,} steps, epochs: {epochs}"
+        hint = f"set num_train_epochs={epochs}, or build the plan with other --epochs; max_steps may stop earlier"
     if told:
         raise UsageError(told, where=str(plan.path), hint=hint)
 
@@ -203,14 +225,17 @@ def _check_rows(lengths: Int64Array, cap: int, batch: int, tail: int, groups: in
 
 
 def _of_first(is_first: bool, make: Callable[[], Any]) -> Any:
-    """The result of `make()` of the first process, on all of them; all raise what it raises."""
+    """The result of `make()` of the first process, on all of them; where it fails, all raise an error."""
     made: list[Any] = [None]
     if is_first:
         try:
             made = [make()]
         except ChunkplanError as error:
             made = [error]
+        except Exception as error:  # which may be one that cannot be sent
+            broadcast_object_list([RuntimeError(f"the first process failed: {error!r}")])
+            raise
     broadcast_object_list(made)
-    if isinstance(made[0], ChunkplanError):
+    if isinstance(made[0], Exception):
         raise made[0]
     return made[0]

@@ -34,7 +34,6 @@ from chunkplan.errors import DataError, UsageError
 from chunkplan.files.folder import sync
 from chunkplan.files.json_file import read_json
 from chunkplan.planfile.likeness import EPOCHS, samples_of
-from chunkplan.planfile.plan import Plan
 from chunkplan.quantities import counted
 from chunkplan_runtime.distributed.job import Job, shorten
 from chunkplan_runtime.training.config import TrainConfig
@@ -253,7 +252,7 @@ def refuse_other_run(earlier: ResumePoint, fixed: Mapping[str, Any], config: Tra
 
 
 class PlanIdentity(TrainerCallback, ExportableState):
-    """Puts into every checkpoint of a `ChunkTrainer` which samples the plan's steps have: `samples_of`."""
+    """Puts into every checkpoint of a `Trainer` which samples its steps have: of a plan `samples_of`."""
 
     def __init__(self, samples: Mapping[str, Any]) -> None:
         self.samples = samples
@@ -263,12 +262,12 @@ class PlanIdentity(TrainerCallback, ExportableState):
         return {"args": {"samples": self.samples}, "attributes": {}}
 
 
-def checkpoint_of_plan(asked: str | bool, args: TrainingArguments, plan: Plan, *, has_own_rates: bool) -> str:
-    """The checkpoint that a `ChunkTrainer` goes on from: `asked`, or the last one of `args`.
+def checkpoint_of_plan(asked: str | bool, trainer: Any, samples: Mapping[str, Any], num_steps: int) -> str:
+    """The checkpoint that a `Trainer` of `num_steps` steps of `samples` goes on from: `asked`, or its last one.
 
-    `has_own_rates`: learning rates are those of a scheduler that was given, not of `args`. Raises UsageError: there is
-    none, or it is of other samples, or its steps would have had other learning rates.
+    Raises UsageError: there is none, or it is of other samples, or its steps would have had other learning rates.
     """
+    args: TrainingArguments = trainer.args
     find: Any = get_last_checkpoint
     folder = Path(args.output_dir or "")
     found = str(asked) if asked is not True else find(str(folder)) if folder.is_dir() else None
@@ -280,22 +279,22 @@ def checkpoint_of_plan(asked: str | bool, args: TrainingArguments, plan: Plan, *
     before = None if identity is None else identity["args"].get("samples")
     told = "it does not say which samples its steps have"
     if isinstance(before, Mapping):
-        told = "; ".join(changes(before, samples_of(plan.manifest)).values())
+        told = "; ".join(changes(before, samples).values())
     if told:
-        hint = "go on with the plan it was begun with, or start anew from its weights"
+        hint = "go on with what it was begun with, or start anew from its weights"
         raise UsageError(f"a checkpoint of another plan: {told}", where=found, hint=hint)
 
-    def rates(num_steps: int) -> list[float]:
+    def rates(steps_in_all: int) -> list[float]:
         """Learning rates of the steps that are done and the next; none where losses decide."""
-        if has_own_rates:
+        if trainer.lr_scheduler is not None and not trainer._created_lr_scheduler:  # it was given
             return []
         optimizer = SGD([torch.zeros(1)], lr=args.learning_rate)
-        warmup, more = args.get_warmup_steps(num_steps), cast("dict[str, Any] | None", args.lr_scheduler_kwargs)
-        schedule: Any = get_scheduler(args.lr_scheduler_type, optimizer, warmup, num_steps, more)
+        warmup, more = args.get_warmup_steps(steps_in_all), cast("dict[str, Any] | None", args.lr_scheduler_kwargs)
+        schedule: Any = get_scheduler(args.lr_scheduler_type, optimizer, warmup, steps_in_all, more)
         steps = range(state.global_step + 1)
         return [factor(step) for factor in getattr(schedule, "lr_lambdas", ()) for step in steps]
 
-    now = args.max_steps if args.max_steps > 0 else plan.manifest["totals"]["num_steps"]
+    now = args.max_steps if args.max_steps > 0 else num_steps
     if why_not := rate_mismatch(state.global_step, state.max_steps, now, rates):
         raise UsageError(
             f"a checkpoint of a run of {state.max_steps:,} steps, this one has {now:,}: {why_not}",

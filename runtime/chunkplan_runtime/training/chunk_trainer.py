@@ -226,8 +226,8 @@ class ChunkTrainer(ShardedTrainer):
             UsageError: there is no checkpoint, or it is of another plan, or of learning rates that this run has not.
         """
         if resume_from_checkpoint:
-            how: Any = {"has_own_rates": self.lr_scheduler is not None and not self._created_lr_scheduler}
-            resume_from_checkpoint = checkpoint_of_plan(resume_from_checkpoint, self.args, self._plan, **how)
+            samples, num_steps = samples_of(self._plan.manifest), self._plan.manifest["totals"]["num_steps"]
+            resume_from_checkpoint = checkpoint_of_plan(resume_from_checkpoint, self, samples, num_steps)
         with self._watched():
             return super().train(resume_from_checkpoint, *args, **kwargs)
 

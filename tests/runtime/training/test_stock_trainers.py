@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from itertools import chain
@@ -58,6 +59,7 @@ LENGTHS = [
     3,
     10,
 ]
+CONSTANT = {"lr_scheduler_type": "constant"}
 BATCH, STEPS = 8, 4  # sequences of a step, and steps of an epoch
 PLAN = {"chunk_size": CAP, "k": 1, "global_batch": BATCH, "epochs": 2, "micro_batches": MICRO_BATCHES, "cp": "off"}
 
@@ -165,6 +167,8 @@ def test_steps_planned_online_take_each_row_once_an_epoch_and_keep_the_cap(found
 
 def test_what_the_first_process_refuses_all_refuse(found) -> None:
     assert [each["refused"] for each in found] == ["process 0: cannot be"] * 2
+    first, other = (each["broken"] for each in found)
+    assert first.startswith("UnsentError('broken', ") and f"the first process failed: {first}" in other
 
 
 @pytest.mark.parametrize("kind", ["plan", "online"])
@@ -178,24 +182,55 @@ def test_one_process_needs_no_torch_distributed_and_evaluates_as_before(folder, 
     assert trainer.evaluate(rows_of(folder))["eval_loss"] == plain.evaluate(rows_of(folder))["eval_loss"]
 
 
-def refused(trainer, kind: type[Exception], words: str) -> None:
+def refused(trainer, kind: type[Exception], words: str, hint: str = ".") -> None:
     with pytest.raises(kind, match=words) as error:
         trainer.train()
-    assert error.value.hint
+    assert re.search(hint, error.value.hint)
+
+
+@pytest.mark.parametrize("name", ["micro_batches", "split", "dp", "step", "targets", "pp", "cp"])
+def test_options_that_follow_from_the_trainer_are_refused_at_once(name: str) -> None:
+    with pytest.raises(UsageError, match=f"with_plan_step takes no {name}: it follows from the trainer"):
+        with_plan_step(Trainer, cap=300, **{name: 3})
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
+    ("options", "words"),
     [
-        ({"gradient_accumulation_steps": 3}, "steps=3, the plan has micro-batches: 2"),
-        ({"num_train_epochs": 3}, "num_train_epochs=3, the plan has 8 steps, epochs: 2"),
-        ({"max_steps": 9}, "max_steps=9, the plan has 8 steps"),
-        ({"ignore_data_skip": True}, "ignore_data_skip=True does not go"),
-        ({"accelerator_config": {"dispatch_batches": True}}, "does not take planned batches"),
+        ({"bogus": 1}, "plan_step has no option 'bogus'"),
+        ({"epochs": 2}, "plan_step has no option 'epochs'"),
+        ({"cap": 0}, "chunk-size is 0"),
+        ({"cost": "h100"}, "cost is str"),
+        ({"equal_chunks": True}, "equal-chunks has no effect"),
     ],
 )
-def test_settings_that_are_not_the_plans_are_refused(folder, settings: dict, words: str) -> None:
-    refused(new_trainer(with_plan(Trainer, folder / "plan-1"), folder, **settings), UsageError, words)
+def test_options_that_plan_step_does_not_take_are_refused_at_once(options: dict, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        with_plan_step(Trainer, **{"cap": 300} | options)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words", "hint"),
+    [
+        ({"gradient_accumulation_steps": 3}, "=3, the plan has micro-batches: 2", "es 3`, or .*_accumulation_steps=2$"),
+        ({"num_train_epochs": 3}, "num_train_epochs=3, the plan has 8 steps, epochs: 2", "set num_train_epochs=2"),
+        ({"max_steps": 9}, "max_steps=9, the plan has 8 steps", "set max_steps=8 or less"),
+        ({"ignore_data_skip": True}, "ignore_data_skip=True does not go", "leave it out"),
+        ({"accelerator_config": {"dispatch_batches": True}}, "does not take planned batches", "no dispatch_batches"),
+    ],
+)
+def test_settings_that_are_not_the_plans_are_refused(folder, settings: dict, words: str, hint: str) -> None:
+    refused(new_trainer(with_plan(Trainer, folder / "plan-1"), folder, **settings), UsageError, words, hint)
+
+
+@pytest.mark.parametrize("count", [None, "fewest"])
+def test_a_plan_without_a_number_of_micro_batches_is_refused_with_the_option_that_gives_one(
+    folder, tmp_path, count
+) -> None:
+    build(folder / "lengths.npy", tmp_path / "plan", PlanConfig(**PLAN | {"micro_batches": count}))
+    trainer = new_trainer(with_plan(Trainer, tmp_path / "plan"), folder)
+    words = f"steps=2, the plan has micro-batches: {count or 'not given'}"
+    refused(trainer, UsageError, words, "^build the plan with `--micro-batches 2`$")
 
 
 def test_a_plan_for_other_ranks_is_refused_with_the_command_for_these(folder) -> None:
@@ -267,6 +302,41 @@ def test_a_checkpoint_of_another_plan_is_refused(folder, tmp_path) -> None:
     trainer = new_trainer(with_plan(Trainer, tmp_path / "other"), folder)
     with pytest.raises(UsageError, match=r"a checkpoint of another plan: plan\.seed"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
+
+
+@pytest.fixture(scope="module")
+def begun(folder):
+    """A checkpoint of a run whose steps are planned as it goes."""
+    made = with_plan_step(Trainer, cap=2 * CAP)
+    run(new_trainer(made, folder, output_dir=str(folder / "begun"), save_strategy="steps", max_steps=5, **CONSTANT))
+    return folder / "begun" / "checkpoint-5"
+
+
+@pytest.mark.parametrize(
+    ("cap", "settings", "words"),
+    [
+        (2 * CAP, {"rows": slice(None, None, -1)}, "the hash of their lengths, in order, was"),
+        (2 * CAP, {"rows": slice(31)}, "the number of rows was 32, is 31; the hash"),
+        (2 * CAP, {"seed": 7}, "data_seed was 42, is 7$"),
+        (2 * CAP, {"data_seed": 7}, "data_seed was 42, is 7$"),
+        (2 * CAP, {"per_device_train_batch_size": 4}, "the number of rows a step was 4, is 8$"),
+        (2 * CAP, {"gradient_accumulation_steps": 4}, "the number of rows a step was 4, is 8$"),
+        (2 * CAP, {"dataloader_drop_last": False}, "dataloader_drop_last was true, is false$"),
+        (2 * CAP + 1, {}, "cap was 80, is 81$"),
+    ],
+)
+def test_a_run_planned_as_it_goes_is_not_resumed_with_other_steps(folder, begun, cap, settings, words) -> None:
+    rows = rows_of(folder)
+    rows = rows.select(range(len(LENGTHS))[settings.get("rows", slice(None))])
+    settings = {name: value for name, value in settings.items() if name != "rows"}
+    trainer = new_trainer(with_plan_step(Trainer, cap=cap), folder, rows, **CONSTANT | settings)
+    with pytest.raises(UsageError, match=f"(?m)a checkpoint of another plan: {words}"):
+        trainer.train(resume_from_checkpoint=str(begun))
+
+
+def test_a_run_planned_as_it_goes_goes_on_for_more_steps(folder, begun) -> None:
+    trainer = new_trainer(with_plan_step(Trainer, cap=2 * CAP), folder, max_steps=7, **CONSTANT)
+    assert trainer.train(resume_from_checkpoint=str(begun)).global_step == 7
 
 
 def test_axolotls_trainer_has_the_rows_of_the_plan(folder) -> None:
