@@ -122,7 +122,6 @@ def with_plan_step(trainer: type[Trainer], *, cap: int, cost: CostModel | None =
             "the number of rows": lengths.size,
             "the hash of their lengths, in order,": hashlib.sha256(lengths.tobytes()).hexdigest(),
             "the number of rows a step": batch,
-            "cap": int(cap),
             "data_seed": seed,
             "dataloader_drop_last": args.dataloader_drop_last,
         }
