@@ -72,6 +72,8 @@ def build(
 ) -> Plan:
     """Plan the dataset of `analysis` (an analysis, its folder, or a lengths file) and write the plan to `output`.
 
+    Example: `chunkplan.build("analysis", "plan", chunkplan.PlanConfig(chunk_size=8192, k=4))`
+
     Where the config holds sequences out, or the analysis has some to evaluate on, a plan of these goes to the folder
     beside it whose name ends in `-eval`. Plans already there are replaced once the new ones are complete. `cost`
     predicts times, by default those of Qwen2.5-7B on H100s. `workers` threads plan side by side, by default one a
@@ -98,6 +100,8 @@ def build_like(
     **changes: Any,
 ) -> Plan:
     """`build` of the steps that `plan` has, with the same samples in each: for other ranks, stages or chunks.
+
+    Example: `chunkplan.build_like("plan", "plan-of-4", dp=4)`
 
     `changes` are fields of `PlanConfig`; all else is as in `plan`, but for what cannot hold with them: such a schedule,
     virtual stages, layers of stages or `cp` fall back to their defaults. A run of `plan` goes on with the new one from

@@ -148,7 +148,10 @@ class Positions:
 
 
 def length_report(analysis: Analysis) -> LengthReport:
-    """Measure the lengths of an analysis, or of a bare file of lengths."""
+    """Measure the lengths of an analysis, or of a bare file of lengths.
+
+    Example: `chunkplan.length_report(chunkplan.load_analysis("lengths.npy"))`
+    """
     lengths = np.sort(analysis.num_tokens).astype(np.int64)
     count = len(lengths)
     sums = offsets_of(lengths)

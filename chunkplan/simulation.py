@@ -45,6 +45,8 @@ def simulate_plan(
 ) -> Simulation:
     """Simulate one step of a plan on one data-parallel rank, by default the one that is done last.
 
+    Example: `chunkplan.simulate_plan("plan", step=0)`
+
     With `schedule` the chunks of the plan are scheduled anew, see `reschedule`.
 
     Raises:
@@ -190,6 +192,8 @@ def simulate_lengths(
 ) -> Simulation:
     """Simulate a step of sequences of `lengths`, chunked as `build` does for one data-parallel rank.
 
+    Example: `chunkplan.simulate_lengths([900, 70], chunk_size=64, k=2, pp=2)`
+
     `chunk_size` None: every sequence is a chunk of its own, longest first. `cost`: None stands for `CostModel()`,
     "unit" for a forward of 1 and a backward of 2 a token on every stage, and no time between stages. Other arguments
     are those of `PlanConfig`.
@@ -271,6 +275,8 @@ def compare_schedules(
     memory_tokens: int | None = None,
 ) -> list[Simulation]:
     """Simulate the chunks of `simulation` on its stages under each of `schedules`.
+
+    Example: `chunkplan.compare_schedules(chunkplan.simulate_lengths([900], chunk_size=64, k=2, pp=2), ["1f1b"])`
 
     `virtual_stages` is for "interleaved", `memory_tokens` for "search", "auto" and "zero-bubble", and for no others.
 

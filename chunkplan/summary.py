@@ -121,7 +121,10 @@ class PlanSummary:
 
 
 def summarize_plan(steps_table: pa.Table, chunks_table: pa.Table, manifest: dict[str, Any]) -> PlanSummary:
-    """Summarize the tables `steps` and `chunks` of a plan with its manifest."""
+    """Summarize the tables `steps` and `chunks` of a plan with its manifest.
+
+    Example: `chunkplan.summarize_plan(plan.steps(), plan.chunks(), plan.manifest)`
+    """
     chunks = chunk_frame(chunks_table, read_chunks(chunks_table, attention_patterns_of(manifest)))
     return summary_of(steps_table, chunks, manifest)
 

@@ -211,6 +211,8 @@ _UNSAID: dict[str, object] = {"chat_template_kwargs": {}, "text_split": None, "t
 class IntakeOptions(Options):
     """Options for reading data, as `analyze` does.
 
+    Example: `chunkplan.IntakeOptions(max_length=32768, long="drop")`
+
     `columns`: role -> key of the records, for keys that are not named like the roles of a schema, or of messages
     (`role`, `content`), or role.NAME -> what the data call this speaker; SOURCE:role -> key
     for the sources whose path ends in SOURCE or matches it as a pattern, which goes before what is for all; so may

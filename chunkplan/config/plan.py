@@ -155,6 +155,8 @@ def _may_share(config: PlanConfig) -> bool:
 class PlanConfig(Options):
     """Configuration of a plan.
 
+    Example: `chunkplan.PlanConfig(chunk_size=8192, k=4, dp=8)`
+
     The help of each option is in its field. `k_by_length`: pairs (tokens, K); for sequences of more tokens K stands in
     place of `k`, and of several pairs the last that applies counts. `part`: whether the plan is of what is held out
     ("eval") or of the others ("train"). `mix` names sources by their path; those of a plan are numbers.

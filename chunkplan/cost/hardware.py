@@ -145,6 +145,8 @@ def typed_gpus(count: int, name: str) -> str:
 def load_hardware(name_or_path: str | Path) -> Hardware:
     """A shipped profile by its name in any case, or one from a TOML file with the entries of `Hardware`.
 
+    Example: `chunkplan.load_hardware("H200").memory_bytes`
+
     Raises:
         UsageError: there is neither such a profile nor such a file.
         DataError: the file is damaged, or an entry is missing, unknown, or not what it should be.

@@ -137,6 +137,8 @@ _h100 = cache(partial(load_hardware, "h100"))
 class CostModel(Options):
     """A model of `shape`, each pipeline stage of it on `tp` GPUs of `hardware`.
 
+    Example: `chunkplan.CostModel(hardware="h200", tp=2)`
+
     Times are those of a layer on average, wherever it is: stages with as many layers take as long. Memory is that of
     the layers that a stage has (`memory.stage_memory`).
 

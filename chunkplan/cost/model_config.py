@@ -83,6 +83,8 @@ _NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?", re.ASCII)
 def read_model_config(source: Path | str) -> ModelShape:
     """The shape of the model that a `config.json`, the folder that holds one, or a name means; see `find_config`.
 
+    Example: `chunkplan.read_model_config("Qwen/Qwen2.5-7B")`
+
     Of a model that sees pictures too it is that of its `text_config`. Of a file its name says the type and the size, so
     that it is the same wherever the file lies.
 

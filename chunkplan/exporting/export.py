@@ -247,6 +247,8 @@ def export(
 ) -> Export:
     """Write rows in one of the `FORMATS` into a folder: the chunks of a plan in order, or a packed analysis.
 
+    Example: `chunkplan.export("plan", "rows", "jsonl", whole_only=True)`
+
     An analysis is packed into rows of `chunk_size` tokens by the algorithm `packing` (default "auto"). Other trainers
     carry no keys and values from row to row, so that a sequence in several rows is refused: `whole_only` leaves it
     out, `allow_split` makes a sequence of each part. `analysis` is that of a plan, if it has moved.

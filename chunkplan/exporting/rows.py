@@ -58,6 +58,8 @@ def pack(
 ) -> PackedRows:
     """Pack the sequences of `analysis` (an analysis, its folder, or a lengths file) into rows of `chunk_size` tokens.
 
+    Example: `chunkplan.pack("lengths.npy", 8192)`
+
     A longer sequence is refused, or with `split` ("full", "even" or "cost") cut into parts that are packed like
     sequences of their own: a trainer that does not carry keys and values over rows then loses what is before a part.
     With `drop_longer` it is left out. Each takes up its tokens rounded up to a `multiple`, as some trainers pad them.

@@ -86,6 +86,8 @@ class _Microbatches(msgspec.Struct):
 def export_order(plan: Plan | str | Path, output: str | Path) -> OrderExport:
     """Write the order of every step of a plan into a folder, for the pipeline schedules of torch.
 
+    Example: `chunkplan.export_order("plan-of-two-stages", "order")`
+
     Raises:
         UsageError: there is no plan, or `output` is something else.
         DataError: a file of the plan is damaged or was changed.

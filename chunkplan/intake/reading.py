@@ -56,6 +56,8 @@ Paths = str | Path | Sequence[str | Path]
 class IntakeRequest:
     """The sources to read and the options to read them with; `analyze` documents the fields.
 
+    Example: `chunkplan.IntakeRequest(paths="train.jsonl", cache=Path("cache"))`
+
     `beside` is called with the files in folders and patterns that are no data; `notes` with what a user should know:
     per-source options that match no source here, where that is no error, files named twice, and what recipes say.
     """
@@ -97,6 +99,8 @@ def analyze(
     progress: Progress | None = None,
 ) -> Analysis:
     """Analyze data into the folder `output`, which is replaced as a whole at the end.
+
+    Example: `chunkplan.analyze("train.jsonl", "analysis", tokenizer="path/to/model")`
 
     Several processes are used where there is much to read.
 

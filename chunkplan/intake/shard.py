@@ -43,6 +43,9 @@ _HINT = "give the folders that `chunkplan analyze --shard I/N` wrote, all N of o
 def write_shard(request: IntakeRequest, output: str | Path, shard: tuple[int, int]) -> None:
     """Analyze the I-th of N shares (from 1) into the folder `output`, which is replaced as a whole at the end.
 
+    Example:
+        chunkplan.write_shard(chunkplan.IntakeRequest(paths="train.jsonl", cache=Path("cache")), "shard-1", (1, 2))
+
     Raises:
         UsageError: there is no such share, or as `analyze` does.
         DataError: as `analyze` does.
@@ -71,6 +74,8 @@ def write_shard(request: IntakeRequest, output: str | Path, shard: tuple[int, in
 
 def merge(shards: Sequence[str | Path], output: str | Path) -> Analysis:
     """Merge all shards into the analysis that one machine would have made, with the same content hash.
+
+    Example: `chunkplan.merge(["shard-1", "shard-2"], "merged")`
 
     The files may have been in other folders on each machine; those of the first shard are named in the analysis.
 

@@ -112,6 +112,8 @@ def load_plan_or_analysis(path: str | Path) -> Plan | Analysis:
 def load_analysis(path: str | Path) -> Analysis:
     """Open an analysis folder, or a bare file of lengths (see `lengths_file.load_lengths`).
 
+    Example: `chunkplan.load_analysis("analysis").num_tokens`
+
     Raises:
         UsageError: there is nothing at `path`.
         DataError: what is there is not an analysis, is damaged, or was written by a newer schema.
@@ -203,6 +205,8 @@ def _is_there(path: Path) -> bool:
 
 def load_plan(path: str | Path) -> Plan:
     """Open a plan folder. Only the manifest is read; steps, chunks and actions are read when asked for.
+
+    Example: `chunkplan.load_plan("plan").steps()`
 
     Raises:
         UsageError: there is no plan at `path`.

@@ -34,7 +34,7 @@ def plan_step(
     """Plan one optimizer step: the chunks of each rank, their order, the predicted time and its lower bound.
 
     Example:
-        step = plan_step([900, 30, 4000, 77], dp=2, cap=1024, micro_batches="fewest", split="none")
+        step = plan_step([900, 30, 4000, 77], dp=2, cap=4096, micro_batches="fewest", split="none")
         step.sequences(0)  # the places in `lengths` of what rank 0 trains, a list for each micro-batch
 
     Args:
@@ -102,5 +102,8 @@ def whole_numbers(values: Sequence[int] | IntArray, name: str, least: int) -> np
 
 
 def prewarm(*, dp: int = 2, cap: int = 64, **options: Any) -> None:
-    """Compile, or read from disk, the loops that `plan_step` runs with these options, and import what it imports."""
+    """Compile, or read from disk, the loops that `plan_step` runs with these options, and import what it imports.
+
+    Example: `chunkplan.prewarm(dp=8, cap=8192)`
+    """
     plan_step([cap, *range(1, 4 * dp)], dp=dp, cap=cap, **options)

@@ -80,6 +80,8 @@ def view_chunk(
     """Look at one chunk. `analysis` is the plan's, see `load_same_analysis`; with `tokenizer`, see `open_tokenizer`,
     the tokens are decoded: of segments with more than `most_tokens` those at the two ends.
 
+    Example: `chunkplan.view_chunk(chunkplan.load_plan("plan"), step=0, chunk_id=0)`
+
     Raises:
         UsageError: the plan has no such step, rank or chunk; or tokens are to be decoded and the analysis has none.
         DataError: the plan or the analysis is damaged.

@@ -191,6 +191,8 @@ class Difference:
 def diff(before: str | Path, after: str | Path) -> Difference:
     """Compare two plan folders, or two analyses: folders or bare files of lengths.
 
+    Example: `chunkplan.diff("plan", "plan-of-4")`
+
     Raises:
         UsageError: one is not there, or one is a plan and the other an analysis.
         DataError: one is damaged.

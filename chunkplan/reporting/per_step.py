@@ -84,6 +84,8 @@ _COUNTS = (
 def per_step(plan: Plan, chunks: pl.DataFrame | None = None) -> pl.DataFrame:
     """Count, weigh and time each step of `plan`, in order; `chunks` is its `chunk_frame`, if you have it.
 
+    Example: `chunkplan.per_step(chunkplan.load_plan("plan"))`
+
     Columns (int64 unless said otherwise):
 
         step, epoch, num_sequences, num_tokens, num_target_tokens, num_chunks, num_standalone (zero-loss chunks too),

@@ -97,6 +97,8 @@ class PlanReport:
 def plan_report(plan: Plan | str | Path) -> PlanReport:
     """Summarize all chunks and actions of a plan.
 
+    Example: `chunkplan.plan_report("plan")`
+
     Raises:
         UsageError: there is no plan.
         DataError: a file is damaged.

@@ -134,6 +134,8 @@ def view_record(
 ) -> RecordView:
     """Read the record at `place`: FILE:LINE, or "FILE, record N" in files without lines.
 
+    Example: `chunkplan.view_record("train.jsonl:1", tokenizer="path/to/model")`
+
     Args:
         place: the path of the file may be relative to the working folder, or to a folder above `analysis`.
         options: how records are read; by default as for `analysis`, see `options_for`.

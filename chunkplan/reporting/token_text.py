@@ -54,6 +54,8 @@ def open_tokenizer(
 ) -> RecordTokenizer:
     """Load `tokenizer`; by default the one that made the tokens of `analysis`.
 
+    Example: `chunkplan.open_tokenizer(chunkplan.load_analysis("analysis"))`
+
     `chat_template` is a file with the template to use in place of the tokenizer's. A relative path is looked up here
     and from each folder above the analysis, until the hash matches.
 

@@ -24,6 +24,8 @@ TraceEvent = Mapping[str, Any]
 def write_trace(path: str | Path, simulations: Sequence[Simulation], *, content_hash: str | None = None) -> None:
     """Write a Chrome trace of `simulations`, a process each, to `path`: whole or not at all.
 
+    Example: `chunkplan.write_trace("trace.json", [chunkplan.simulate_plan("plan")])`
+
     `content_hash` is that of the plan they are of, which stands in the trace.
 
     Raises:

@@ -93,6 +93,8 @@ _OF_COST_MODEL = ("shape", "precision", "lora_rank", "load_in_4bit", "optimizer"
 class TuneOptions(Options):
     """The model, GPUs and batch to tune for, and the choices to try.
 
+    Example: `chunkplan.TuneOptions(gpus="8xH100", lora_rank=16)`
+
     `gpu_memory` in bytes; `gpus` in all, used in the fastest layout with `tp`, or else `dp`, `tp` and `pp`. The choices
     are all of `chunk_sizes` x `ks` x `schedules` (None: "algorithm2" on one stage, on more "auto", "zero-bubble" and,
     where stages have two layers, "zero-bubble-v"), with and without shared sequences (`cp`) if the schedule allows

@@ -136,6 +136,8 @@ def tune(
 ) -> Tuning:
     """Choose ChunkSize, K, schedule and layout for `analysis` (an analysis, its folder, or a lengths file).
 
+    Example: `chunkplan.tune("lengths.npy", chunkplan.TuneOptions(gpus="8xH100"))`
+
     `found` is called with each baseline as soon as it is timed, before anything else is tried.
 
     Raises:

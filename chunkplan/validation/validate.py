@@ -59,6 +59,8 @@ class Validation:
 def validate(path: str | Path, *, analysis: str | Path | None = None) -> Validation:
     """Check the plan or the analysis (or lengths file) at `path`; a plan together with its analysis.
 
+    Example: `chunkplan.validate("plan")`
+
     Args:
         analysis: where the plan's analysis is, if it is no longer where the plan's manifest says.
 

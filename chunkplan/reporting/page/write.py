@@ -30,6 +30,8 @@ def write_report(
 ) -> tuple[str, ...]:
     """Write one self-contained HTML page of a plan, or of an analysis, to `path`: whole or not at all.
 
+    Example: `chunkplan.write_report("plan.html", "plan")`
+
     Returns the page's warnings: `tuning` is of other data, another model, other GPUs or steps.
 
     `tuning`: the result of `tune`, or its file. `analysis`: the present path of the plan's analysis, if it has moved.
