@@ -91,4 +91,4 @@ def test_the_losses_of_the_example_are_losses(made, tmp_path, capsys, name):
     assert main(options(made, tmp_path / "run", "--device", "cpu", "--max-steps", 2, "--loss", named)) == 0
     rows = lines(tmp_path / "run" / "metrics.jsonl")
     assert len(rows) == 2 and all(row["loss"] > 0 and row["grad_norm"] > 0 for row in rows)
-    assert f"learns    by {named}, adamw" in capsys.readouterr().out
+    assert f"learns    by {named}, adamw" in capsys.readouterr().err
