@@ -296,9 +296,6 @@ def _check_settings(args: TrainingArguments) -> None:
     if any(part in optimizer for part in _STEPPING_IN_BACKWARD):
         hint = 'use an optimizer that steps once a step, such as optim="adamw_torch"'
         raise UsageError(f"optim={optimizer!r} steps in every backward, of which a step has one a chunk", hint=hint)
-    if args.world_size > 1 and args.mixed_precision != "no":
-        hint = "load the model with dtype=torch.bfloat16, or use `chunkplan train`"
-        raise UsageError(f"mixed precision {args.mixed_precision!r} on several processes", hint=hint)
     if (started := world_size()) > args.world_size:
         hint = "without a GPU for each give TrainingArguments use_cpu=True"
         raise UsageError(f"{started} processes were started, and each takes itself for the only one", hint=hint)

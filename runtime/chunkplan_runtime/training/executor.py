@@ -193,7 +193,8 @@ class Executor:
             if dtype == torch.float16:
                 hint = f'use torch.autocast("{device}", dtype=torch.bfloat16)'
                 raise UsageError("autocast in float16 needs loss scaling, which this runtime has not", hint=hint)
-            self._autocast = partial(torch.autocast, device, dtype=dtype)
+            # Of weights that are gathered and given back, what autocast keeps of a cast would be of an earlier one.
+            self._autocast = partial(torch.autocast, device, dtype=dtype, cache_enabled=self._shards is None)
         attention = config._attn_implementation
         # Not through `set_attn_implementation`, which would fetch a kernel of the Hub anew whenever it is put back.
         config._attn_implementation = ATTENTION

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from chunkplan import PlanConfig, build
+from chunkplan_runtime.training.config import SHARED
 from tests.support.analyses import write_analysis
 from tests.support.hf_cases import chunk_trainer_here
 from tests.support.mixed_chunks import LENGTHS, MIXED
@@ -67,6 +68,19 @@ def unequal(handmade_plan, random_sequences):
 
 def weights(folder):
     return load_file(folder / "final" / "model.safetensors")
+
+
+@pytest.mark.parametrize("sharding", ["weights", *(pytest.param(each, marks=pytest.mark.soak) for each in SHARED[:2])])
+def test_mixed_precision_is_that_of_one_process(sharding, run):
+    """Autocast keeps casts of weights, which processes gather and give back."""
+    how = {"dtype": torch.float32, "bf16": True, "max_steps": 4}
+    [(one, _)] = run(1, "one", "one", **how)
+    steps = [log for log in one["logs"] if "loss" in log]
+    assert len(steps) == 4
+    for left, _ in run(2, "two", "two", own={"sharding": sharding}, **how):
+        found = [log for log in left["logs"] if "loss" in log]
+        assert [log["loss"] for log in found] == pytest.approx([log["loss"] for log in steps], rel=1e-5)
+        assert [log["grad_norm"] for log in found] == pytest.approx([log["grad_norm"] for log in steps], rel=1e-4)
 
 
 @pytest.mark.parametrize("sharding", ["optimizer", "weights", pytest.param("gradients", marks=pytest.mark.soak)])
@@ -168,7 +182,6 @@ def test_who_fails_ends_the_others(run):
         (2, "three", {}, r"2 processes cannot share the plan's 3 data-parallel ranks evenly.*chunkplan build --like"),
         (2, "stages", {}, r"the plan is for 2 pipeline stages.*`chunkplan train --nproc 2`"),
         (2, "two", {"use_cpu": False}, r"2 processes were started, and each takes itself.*use_cpu=True"),
-        (2, "two", {"bf16": True}, r"mixed precision 'bf16' on several processes.*dtype=torch.bfloat16"),
         (2, "two", {"seeds": [1, 2]}, r"the processes do not have the same weights"),
         (2, "two", {"optim": "adafactor"}, r"optim='adafactor' is not known to work on rows.*adamw_torch"),
         (2, "two", {"own": {"sharding": "weights"}, "dtype": torch.bfloat16}, r"sum gradients in bfloat16.*optimizer"),
