@@ -278,9 +278,8 @@ class RankExecutor:
                 store.start_backward(span)
             begin, self.model.current.context, borders = self.in_flight.pop(key)
             if isinstance(begin, Tensor):
-                loss, weights = self._loss, begin.new_full((len(begin),), 1, dtype=wide(begin.dtype))
                 if isinstance(weight, float):
-                    weights *= weight
+                    loss, weights = self._loss, begin.new_full((len(begin),), weight, dtype=wide(begin.dtype))
                 else:
                     weights = weight[chunk_id]
                     loss = cross_entropy() if weights.ndim == 1 else entropies

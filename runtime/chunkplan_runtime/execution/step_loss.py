@@ -115,9 +115,8 @@ def load_loss(named: str) -> StepLoss:
     try:
         found = runpy.run_path(path).get(name)
     except Exception as error:
-        raise UsageError(
-            f"--loss: {type(error).__name__}: {error}", where=path, hint=f"`python {path}` shows where"
-        ) from error
+        message = f"--loss: {type(error).__name__}: {error}"
+        raise UsageError(message, where=path, hint=f"`python {path}` shows where") from error
     if not callable(found):
         raise UsageError(f"--loss: there is no function {name!r}", where=path, hint=hint)
     return cast(StepLoss, found)

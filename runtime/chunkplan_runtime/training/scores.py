@@ -29,6 +29,7 @@ from chunkplan_runtime.execution.step_loss import Columns, by_sequence, target_c
 from chunkplan_runtime.models.model import read_config
 from chunkplan_runtime.training import setup
 from chunkplan_runtime.training.config import TrainConfig
+from chunkplan_runtime.training.run_folder import RunFolder
 from chunkplan_runtime.training.screen import Screen
 from chunkplan_runtime.training.train_step import make_executor
 
@@ -59,9 +60,21 @@ def score(config: TrainConfig, job: Job, callbacks: Sequence[TrainerCallback] = 
     """Write scores of the sequences of a plan's first epoch below `config.output`, from the main process.
 
     Raises:
-        UsageError: the plan is not for these processes or this model, or the folder has scores of another one.
+        UsageError: the plan is not for these processes or this model, or the folder is at use or has other scores.
         DataError: plan, analysis, model or an earlier file is damaged.
     """
+    folder = RunFolder(config.output)
+    try:
+        if job.is_main:
+            with writing(folder.path):
+                folder.path.mkdir(parents=True, exist_ok=True)
+            folder.lock()
+        _score(config, job)
+    finally:
+        folder.unlock()
+
+
+def _score(config: TrainConfig, job: Job) -> None:
     model_config = read_config(str(config.model), router_loss=True)
     data = setup.open_data(config, model_config, job.layout)
     precision = "bf16-pure" if config.precision == "bf16" else config.precision  # nothing is added up
@@ -125,7 +138,6 @@ def _write(
     table = pa.table(columns, schema=_SCHEMA.with_metadata({_IDENTITY: entry}))
     path = folder / f"steps-{first:08d}-{stop - 1:08d}.parquet"
     with writing(path, room_hint="make room, and run it again: it goes on behind the last file"):
-        folder.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(".tmp")
         pq.write_table(table, temporary)
         temporary.replace(path)
@@ -135,7 +147,7 @@ def _write(
 def _found(folder: Path, identity: str) -> tuple[int, np.ndarray[Any, np.dtype[np.float64]]]:
     """The step behind those that the files of a folder have, and the sums of their target tokens."""
     step, totals = 0, np.zeros(2)
-    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+    for path in sorted(folder.iterdir()):
         match = _NAME.fullmatch(path.name)
         if path.suffix == ".tmp":
             continue
@@ -147,8 +159,7 @@ def _found(folder: Path, identity: str) -> tuple[int, np.ndarray[Any, np.dtype[n
             raise DataError(f"not Parquet: {error}", where=str(path), hint="remove it, and run this again") from error
         found, _, sums = entry.partition("\n")
         if found != identity or int(match[1]) != step:
-            raise UsageError(
-                f"{path} has scores of another plan, model or precision", hint="give another --output, or remove it"
-            )
+            told = f"{path} has scores of another plan, model or precision"
+            raise UsageError(told, hint="give another --output, or remove it")
         step, totals = int(match[2]) + 1, totals + np.array([float(each) for each in sums.split()])
     return step, totals

@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from chunkplan import PlanConfig, build, load_analysis
 from chunkplan_runtime.train import main
 from chunkplan_runtime.training import scores
+from chunkplan_runtime.training.run_folder import RunFolder
 from tests.support.analyses import write_analysis
 from tests.support.step_loss_cases import log_probs_of
 from tests.support.training_cases import together
@@ -97,6 +98,16 @@ def test_a_run_that_stopped_goes_on_behind_its_last_file(made, model, scored, tm
     after = capsys.readouterr().err
     assert f" 1 of {len(files)} steps left" in after
     assert after.splitlines()[-2:] == before.splitlines()[-2:], "the mean is of all steps"
+
+
+def test_a_folder_that_cannot_be_written_or_is_at_use_is_refused(made, model, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert main(options(made, model, tmp_path / "file"), scores=True) == 2
+    assert f"cannot write {tmp_path / 'file'}" in capsys.readouterr().err
+    (at_work := RunFolder(tmp_path)).lock()
+    assert main(options(made, model, tmp_path), scores=True) == 2
+    assert "another run is at work" in capsys.readouterr().err
+    at_work.unlock()
 
 
 def test_scores_of_others_are_not_gone_on_with(made, model, scored, tmp_path, capsys):
