@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from analyses import write_analysis
+from analyses import LENGTHS_IN_ROWS, sequences_in_rows, write_analysis
 from megatron.bridge.data.builders.gpt_sft import build_gpt_sft_split
 from megatron.bridge.data.packing.config import PackedSequenceSpecs
 from megatron.bridge.data.packing.offline import _pre_pad_data_point
@@ -28,20 +28,14 @@ import chunkplan
 from chunkplan.adapters import megatron_bridge
 from chunkplan.adapters.megatron_bridge import ChunkplanPackedDataset
 
-LENGTHS = (25, 6, 14, 40, 5, 9, 17, 2, 8, 30, 2, 3, 33, 11, 21, 7)
 EOS = 99
-
-
-def sequences() -> list[tuple[Any, Any]]:
-    random = np.random.default_rng(0)
-    return [(random.integers(0, 97, each), np.arange(each) >= max(each // 3, 1)) for each in LENGTHS]
 
 
 @pytest.fixture
 def workspace(tmp_path: Path) -> Path:
     """`analysis`, and a `plan` of it: whole sequences, two micro-batches of 64 tokens on each of two ranks a step."""
     folder = tmp_path / "chunkplan-out"
-    write_analysis(folder / "analysis", sequences())
+    write_analysis(folder / "analysis", sequences_in_rows())
     config = chunkplan.PlanConfig(chunk_size=64, k=1, dp=2, global_batch=8, epochs=2, micro_batches=2, cp="off")
     chunkplan.build(folder / "analysis", folder / "plan", config)
     return folder
@@ -125,7 +119,7 @@ def test_sequences_are_padded_as_its_own_preparation_pads_them(workspace: Path, 
 
 
 def padded(multiple: int) -> Iterator[tuple[list[int], list[int]]]:
-    for ids, target in sequences():
+    for ids, target in sequences_in_rows():
         data = {"input_ids": ids.tolist(), "loss_mask": [*map(int, target[1:]), 0]}
         stored = -(-(len(ids) - 1) // multiple) * multiple + 1
         _pre_pad_data_point(data, 64, stored, EOS)
@@ -148,7 +142,7 @@ def test_what_does_not_fit_says_what_does(workspace: Path) -> None:
         dataset(workspace / "plan", pad_seq_to_mult=32)
     with pytest.raises(ValueError, match=r"2 of 16 sequences have more than 32 tokens.*whole_only=True leaves"):
         dataset(workspace / "analysis", size=32)
-    assert len(documents(dataset(workspace / "analysis", size=63, pad_seq_to_mult=8))) == len(LENGTHS)
+    assert len(documents(dataset(workspace / "analysis", size=63, pad_seq_to_mult=8))) == len(LENGTHS_IN_ROWS)
 
 
 def test_parts_are_left_out_or_given_where_that_is_asked_for(workspace: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from analyses import write_analysis
+from analyses import LENGTHS_IN_ROWS, sequences_in_rows, write_analysis
 from places import section
 from torchtitan.components.data import (
     FirstFitPackingConfig,
@@ -24,19 +24,12 @@ from torchtitan.components.data import (
 import chunkplan
 from chunkplan.adapters.torchtitan import ChunkplanRowsConfig
 
-LENGTHS = (25, 6, 14, 40, 5, 9, 17, 2, 8, 30, 2, 3, 33, 11, 21, 7)
-
-
-def sequences() -> list[tuple[Any, Any]]:
-    random = np.random.default_rng(0)
-    return [(random.integers(0, 97, each), np.arange(each) >= max(each // 3, 1)) for each in LENGTHS]
-
 
 @pytest.fixture
 def workspace(tmp_path: Path) -> Path:
     """`analysis`, and a `plan` of it: whole sequences, two micro-batches of 64 tokens on each of two ranks a step."""
     folder = tmp_path / "chunkplan-out"
-    write_analysis(folder / "analysis", sequences())
+    write_analysis(folder / "analysis", sequences_in_rows())
     config = chunkplan.PlanConfig(chunk_size=64, k=1, dp=2, global_batch=8, micro_batches=2, cp="off")
     chunkplan.build(folder / "analysis", folder / "plan", config)
     return folder
@@ -77,16 +70,16 @@ class Shifted(SampleProcessor):
 
 
 def test_a_packed_analysis_has_the_documents_of_its_own_packing(workspace: Path) -> None:
-    source = SimpleNamespace(build=lambda dataset_iteration_policy: sequences())
+    source = SimpleNamespace(build=lambda dataset_iteration_policy: sequences_in_rows())
     documents_of = SingleDatasetConfig(source=source, processor=Shifted.Config())
     theirs = documents(loader(FirstFitPackingConfig(dataset=documents_of)))
     ours = documents(loader(ChunkplanRowsConfig(path=str(workspace / "analysis"))))
-    assert len(theirs) == len(LENGTHS) and sorted(ours) == sorted(theirs)
+    assert len(theirs) == len(LENGTHS_IN_ROWS) and sorted(ours) == sorted(theirs)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_every_rank_gets_its_own_rows_of_a_plan_in_order_and_goes_on_where_it_was(workspace: Path, rank: int) -> None:
-    given = sequences()
+    given = sequences_in_rows()
     expected = [
         [(given[each.sequence_id][0][:-1].tolist()) for each in chunk.segments]
         for step in chunkplan.load_plan(workspace / "plan").iter_steps()
