@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 #: Version of both contracts. A file of a newer one is refused by name.
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 
 
 def _schema(**columns: pa.DataType) -> pa.Schema:

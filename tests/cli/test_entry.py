@@ -68,7 +68,7 @@ def run(folder: Path, first: str, *words: str) -> subprocess.CompletedProcess[st
 @pytest.mark.parametrize(
     "module",
     ["chunkplan_cli.app", "pyarrow"]
-    + [pytest.param(each, marks=pytest.mark.soak) for each in ("typer", "rich.console", "chunkplan_cli.validate")],
+    + [pytest.param(each, marks=pytest.mark.soak) for each in ("typer", "rich.console", "chunkplan_cli.build")],
 )
 def test_ctrl_c_while_modules_are_imported_ends_in_words(folder: Path, module: str) -> None:
     ran = run(folder, INTERRUPTED_AT.format(module=module), *BUILD)

@@ -108,18 +108,18 @@ def test_the_analysis_of_a_dataset_is_the_same_in_every_release(tmp_path: Path) 
 @pytest.mark.parametrize("name", PLANS)
 def test_the_plan_of_a_configuration_is_the_same_in_every_release(name: str, tmp_path: Path) -> None:
     config, expected = PLANS[name]
-    plan = build(GOLDEN / "analysis-6", tmp_path / "plan", PlanConfig(**{**SMALL, **config}), cost=plain_cost())
+    plan = build(GOLDEN / "analysis-7", tmp_path / "plan", PlanConfig(**{**SMALL, **config}), cost=plain_cost())
     assert plan.content_hash == expected
 
 
 def test_a_plan_for_adapters_is_the_same_in_every_release(tmp_path: Path) -> None:
     """Its costs and times are those of adapters. Others say nothing of these."""
     config = PlanConfig(**SMALL, pp=3, schedule="zero-bubble")
-    plan = build(GOLDEN / "analysis-6", tmp_path / "plan", config, cost=plain_cost(lora_rank=16, load_in_4bit=True))
+    plan = build(GOLDEN / "analysis-7", tmp_path / "plan", config, cost=plain_cost(lora_rank=16, load_in_4bit=True))
     assert plan.content_hash == "cac2ef83fe547eb191de430630c4470cb8e0bab0b55625a055850af3f3a5569a"
     assert load_plan(plan.path).cost == plain_cost(lora_rank=16, load_in_4bit=True)
     assert validate(plan.path).ok
-    whole = build(GOLDEN / "analysis-6", tmp_path / "whole", config, cost=plain_cost())
+    whole = build(GOLDEN / "analysis-7", tmp_path / "whole", config, cost=plain_cost())
     assert whole.content_hash == PLANS["zero-bubble"][1]
     assert not {"lora_rank", "load_in_4bit", "optimizer"} & whole.manifest["predictions"]["cost_model"].keys()
 
@@ -127,21 +127,21 @@ def test_a_plan_for_adapters_is_the_same_in_every_release(tmp_path: Path) -> Non
 def test_what_is_held_out_is_the_same_in_every_release(tmp_path: Path) -> None:
     config, _ = PLANS["hold-out"]
     settings = PlanConfig(**{**SMALL, **config})
-    held_out = load_held_out(build(GOLDEN / "analysis-6", tmp_path / "plan", settings, cost=plain_cost()))
+    held_out = load_held_out(build(GOLDEN / "analysis-7", tmp_path / "plan", settings, cost=plain_cost()))
     assert held_out is not None
     assert held_out.content_hash == "d688f4579cc9a7a9e122f5c546f30482c5b2a9a0e1b86fe7b778819e46366008"
 
 
 def test_a_plan_of_this_version_is_read_and_valid() -> None:
-    plan = load_plan(GOLDEN / "plan-6")
-    assert plan.manifest["schema_version"] == 6
+    plan = load_plan(GOLDEN / "plan-7")
+    assert plan.manifest["schema_version"] == 7
     assert validate(plan.path).ok
     assert [step.step for step in plan.iter_steps()] == [0, 1, 2, 3]
     assert plan.content_hash == PLANS["1F1B"][1]
 
 
 def test_a_plan_in_which_ranks_share_sequences_is_read_and_valid() -> None:
-    plan = load_plan(GOLDEN / "plan-6-shared")
+    plan = load_plan(GOLDEN / "plan-7-shared")
     assert plan.config.cp == "auto"
     assert validate(plan.path).ok
     assert plan.content_hash == "304903c55196a7d4c4c0f1ee918a662a0886944fc374d404128968123ac57eac"
@@ -153,7 +153,7 @@ def test_a_plan_in_which_ranks_share_sequences_is_read_and_valid() -> None:
 def test_a_plan_without_shared_sequences_says_nothing_of_them(tmp_path: Path) -> None:
     """Neither in its configuration, which is hashed, nor in its columns: it is the one that was built before."""
     config, expected = PLANS["1F1B"]
-    plan = build(GOLDEN / "analysis-6", tmp_path / "plan", PlanConfig(**{**SMALL, **config}), cost=plain_cost())
+    plan = build(GOLDEN / "analysis-7", tmp_path / "plan", PlanConfig(**{**SMALL, **config}), cost=plain_cost())
     assert plan.content_hash == expected
     assert "cp" not in plan.manifest["config"]
     assert pq.read_schema(plan.path / "chunks.parquet").names == CHUNKS.names
@@ -168,8 +168,8 @@ def test_a_plan_of_lengths_alone_is_the_same_in_every_release(tmp_path: Path) ->
 
 
 def test_an_analysis_of_this_version_is_read_and_valid() -> None:
-    analysis = load_analysis(GOLDEN / "analysis-6")
-    assert analysis.manifest["schema_version"] == 6
+    analysis = load_analysis(GOLDEN / "analysis-7")
+    assert analysis.manifest["schema_version"] == 7
     assert analysis.content_hash == ANALYSIS_HASH
     assert validate(analysis.path).ok
 

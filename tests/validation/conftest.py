@@ -49,7 +49,7 @@ def golden(tmp_path: Path) -> Path:
     """A folder with a plan and its analysis, under the names `plan` and `analysis`."""
     folder = tmp_path / "golden"
     for kind in ("plan", "analysis"):
-        shutil.copytree(GOLDEN / f"{kind}-6", folder / kind)
+        shutil.copytree(GOLDEN / f"{kind}-7", folder / kind)
     change_manifest(folder / "plan", "analysis", "path", value="../analysis")
     return folder
 
