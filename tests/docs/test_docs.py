@@ -80,7 +80,7 @@ COMMANDS = {
 #: Words at most, as `wc -w` counts them.
 MOST_WORDS = {"README.md": 900, "CONTRIBUTING.md": 1000, "CHANGELOG.md": 1500}
 MOST_WORDS |= {"docs/README.md": 200, "docs/quickstart.md": 2500, "docs/integrations.md": 2200, "docs/balance.md": 500}
-MOST_WORDS_OF_ALL = 28_000
+MOST_WORDS_OF_ALL = 29_600
 
 #: Pages that programs write, in which things are looked up.
 GENERATED = {f"docs/{name}.md" for name in ("cli", "python-api", "gpu-report", "models", "templates")}
