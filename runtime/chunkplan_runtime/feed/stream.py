@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
@@ -265,7 +265,8 @@ class PlanStream(IterableDataset[StepWork]):
         return [each[-1].chunks.get(each[-1].actions[-1].chunk_id) if each else None for each in works]
 
     def _with_tensors(self, work: RankWork, reader: TokenReader) -> RankWork:
-        tensors = self._tensors_of([*work.chunks.values()], reader)
+        how = reader.gather, self._lengths, self._vocab_size, self._plan.path
+        tensors = chunk_tensors([*work.chunks.values()], *how)
         shared = [chunk for chunk in work.chunks.values() if chunk.cp_size > 1]
         parts: dict[int | None, list[Run]] = {}  # by its group, where each chunk of a shared sequence lies in it
         for chunk in shared:
@@ -274,59 +275,6 @@ class PlanStream(IterableDataset[StepWork]):
             part = shared_part(chunk, parts[chunk.group_id], work.dp_rank)
             tensors[chunk.chunk_id] = replace(tensors[chunk.chunk_id], shared=part)
         return replace(work, tensors=tensors)
-
-    def _tensors_of(self, chunks: Sequence[Chunk], reader: TokenReader) -> dict[int, ChunkTensors]:
-        """The tensors of chunks by chunk_id, of those with segments views of one for all of them.
-
-        In numpy passes over all of a rank's, with next to nothing done for each segment.
-        """
-        tensors = {chunk.chunk_id: padding_tensors() for chunk in chunks if not chunk.segments}
-        chunks = [chunk for chunk in chunks if chunk.segments]
-        if not chunks:
-            return tensors
-        segments = [segment for chunk in chunks for segment in chunk.segments]
-        sequence_ids = np.array([segment.sequence_id for segment in segments])  # [num_segments], as all below
-        starts = np.array([segment.start for segment in segments])
-        stops = np.array([segment.end for segment in segments])
-        lengths = self._lengths(sequence_ids, starts, stops)
-        sizes = stops - starts
-        read_stops = np.cumsum(sizes)  # [num_segments]: where each lies in what is read
-        read_starts = read_stops - sizes
-        input_ids, target = reader.gather(sequence_ids, starts, stops)
-        if input_ids.min() < 0 or input_ids.max() >= self._vocab_size:
-            wrong = int(np.flatnonzero((input_ids < 0) | (input_ids >= self._vocab_size))[0])
-            segment = int(np.searchsorted(read_stops, wrong, side="right"))
-            raise UsageError(
-                f"token {starts[segment] + wrong - read_starts[segment]} of sequence {sequence_ids[segment]} is id "
-                f"{input_ids[wrong]}, the model's vocabulary has {self._vocab_size:,}",
-                hint="analyze with the tokenizer that belongs to the model",
-            )
-        labels = shifted_labels(input_ids, target)
-        # A segment's last token predicts what its own sequence goes on with, in this chunk or not.
-        labels[read_stops - 1] = NO_TARGET
-        cut = np.flatnonzero(stops < lengths)
-        next_ids, next_target = reader.gather(sequence_ids[cut], stops[cut], stops[cut] + 1)
-        labels[read_stops[cut] - 1] = np.where(next_target, next_ids, NO_TARGET)
-        num_segments = [len(chunk.segments) for chunk in chunks]
-        edges = np.concatenate([[0], read_stops])[np.cumsum([0, *num_segments])]  # [num_chunks + 1]
-        targets = np.add.reduceat((labels != NO_TARGET).astype(np.int64), edges[:-1])
-        for chunk, num_tokens, found in zip(chunks, np.diff(edges).tolist(), targets.tolist(), strict=True):
-            if found != chunk.num_target_tokens or num_tokens != chunk.num_tokens:
-                raise _outdated(
-                    f"chunk {chunk.chunk_id} has {num_tokens} tokens with {found} targets; "
-                    f"the plan counted {chunk.num_tokens} with {chunk.num_target_tokens}",
-                    self._plan.path,
-                )
-        chunk_starts = read_starts - np.repeat(edges[:-1], num_segments)
-        groups = [chunk.group_id for chunk in chunks for _ in chunk.segments]
-        columns = (column.tolist() for column in (sequence_ids, starts, stops, lengths, chunk_starts))
-        spans = map(Span, *columns, groups)
-        positions = (np.arange(len(input_ids)) + np.repeat(starts - read_starts, sizes)).astype(np.int32)
-        of_all = torch.from_numpy(input_ids)[None], torch.from_numpy(positions)[None], torch.from_numpy(labels)
-        by_chunk = [torch.split(tensor, np.diff(edges).tolist(), -1) for tensor in of_all]
-        for chunk, ids, places, targets in zip(chunks, *by_chunk, strict=True):
-            tensors[chunk.chunk_id] = ChunkTensors(ids, places, targets, tuple(islice(spans, len(chunk.segments))))
-        return tensors
 
     def _lengths(self, sequence_ids: Int64Array, starts: Int64Array, stops: Int64Array) -> Int64Array:
         """The lengths of the sequences, after a check that the analysis has them with the hashes of the plan."""
@@ -341,6 +289,68 @@ class PlanStream(IterableDataset[StepWork]):
                 self._analysis.path,
             )
         return lengths
+
+
+def chunk_tensors(
+    chunks: Sequence[Chunk],
+    gather: Callable[[Int64Array, Int64Array, Int64Array], tuple[Int32Array, npt.NDArray[np.bool_]]],
+    lengths_of: Callable[[Int64Array, Int64Array, Int64Array], Int64Array],
+    vocab_size: int,
+    where: Path,
+) -> dict[int, ChunkTensors]:
+    """The tensors of chunks by chunk_id, of those with segments views of one for all of them.
+
+    In numpy passes over all of a rank's, with next to nothing done for each segment. `gather` gives the tokens of
+    segments, see `TokenReader.gather`, `lengths_of` the lengths of their sequences. Raises UsageError: a token is not
+    in the vocabulary; DataError: chunks of the plan `where` hold something else than it counted.
+    """
+    tensors = {chunk.chunk_id: padding_tensors() for chunk in chunks if not chunk.segments}
+    chunks = [chunk for chunk in chunks if chunk.segments]
+    if not chunks:
+        return tensors
+    segments = [segment for chunk in chunks for segment in chunk.segments]
+    sequence_ids = np.array([segment.sequence_id for segment in segments])  # [num_segments], as all below
+    starts = np.array([segment.start for segment in segments])
+    stops = np.array([segment.end for segment in segments])
+    lengths = lengths_of(sequence_ids, starts, stops)
+    sizes = stops - starts
+    read_stops = np.cumsum(sizes)  # [num_segments]: where each lies in what is read
+    read_starts = read_stops - sizes
+    input_ids, target = gather(sequence_ids, starts, stops)
+    if input_ids.min() < 0 or input_ids.max() >= vocab_size:
+        wrong = int(np.flatnonzero((input_ids < 0) | (input_ids >= vocab_size))[0])
+        segment = int(np.searchsorted(read_stops, wrong, side="right"))
+        raise UsageError(
+            f"token {starts[segment] + wrong - read_starts[segment]} of sequence {sequence_ids[segment]} is id "
+            f"{input_ids[wrong]}, the model's vocabulary has {vocab_size:,}",
+            hint="analyze with the tokenizer that belongs to the model",
+        )
+    labels = shifted_labels(input_ids, target)
+    # A segment's last token predicts what its own sequence goes on with, in this chunk or not.
+    labels[read_stops - 1] = NO_TARGET
+    cut = np.flatnonzero(stops < lengths)
+    next_ids, next_target = gather(sequence_ids[cut], stops[cut], stops[cut] + 1)
+    labels[read_stops[cut] - 1] = np.where(next_target, next_ids, NO_TARGET)
+    num_segments = [len(chunk.segments) for chunk in chunks]
+    edges = np.concatenate([[0], read_stops])[np.cumsum([0, *num_segments])]  # [num_chunks + 1]
+    targets = np.add.reduceat((labels != NO_TARGET).astype(np.int64), edges[:-1])
+    for chunk, num_tokens, found in zip(chunks, np.diff(edges).tolist(), targets.tolist(), strict=True):
+        if found != chunk.num_target_tokens or num_tokens != chunk.num_tokens:
+            raise _outdated(
+                f"chunk {chunk.chunk_id} has {num_tokens} tokens with {found} targets; "
+                f"the plan counted {chunk.num_tokens} with {chunk.num_target_tokens}",
+                where,
+            )
+    chunk_starts = read_starts - np.repeat(edges[:-1], num_segments)
+    groups = [chunk.group_id for chunk in chunks for _ in chunk.segments]
+    columns = (column.tolist() for column in (sequence_ids, starts, stops, lengths, chunk_starts))
+    spans = map(Span, *columns, groups)
+    positions = (np.arange(len(input_ids)) + np.repeat(starts - read_starts, sizes)).astype(np.int32)
+    of_all = torch.from_numpy(input_ids)[None], torch.from_numpy(positions)[None], torch.from_numpy(labels)
+    by_chunk = [torch.split(tensor, np.diff(edges).tolist(), -1) for tensor in of_all]
+    for chunk, ids, places, targets in zip(chunks, *by_chunk, strict=True):
+        tensors[chunk.chunk_id] = ChunkTensors(ids, places, targets, tuple(islice(spans, len(chunk.segments))))
+    return tensors
 
 
 def _pinned(work: RankWork) -> RankWork:
