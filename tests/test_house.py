@@ -18,13 +18,13 @@ MOST_LINES, MOST_FUNCTION_LINES, MOST_PARAMETERS = 500, 80, 10
 BUDGETS = {
     ("runtime/",): 14_800,
     ("chunkplan/intake/",): 11_090,
-    ("chunkplan/reporting/", "cli/"): 10_080,
+    ("chunkplan/reporting/", "cli/"): 10_110,
     ("chunkplan/cost/", "chunkplan/tuning/"): 7_120,
-    ("chunkplan/schedule/", "chunkplan/validation/", "chunkplan/simulation.py"): 5_780,
-    ("chunkplan/config/", "chunkplan/options.py", "chunkplan/domains.py"): 1_470,
-    ("",): 61_190,
+    ("chunkplan/schedule/", "chunkplan/validation/", "chunkplan/simulation.py"): 5_930,
+    ("chunkplan/config/", "chunkplan/options.py", "chunkplan/domains.py"): 1_510,
+    ("",): 61_840,
 }
-MOST_FILES = 312
+MOST_FILES = 314
 
 #: Of `dict[str, Any]` there are no more than now: it is for JSON of any shape and for keyword arguments.
 MOST_UNTYPED_DICTS = 51

@@ -33,6 +33,9 @@ SCHEDULE = replace(one_of(*SCHEDULES), expected=f"algorithm2 (on one stage) or {
 #: Schedules in which ranks that share chunks meet in one order: first that of one stage, then those of pipelines.
 ORDERS_OF_GROUPS = tuple(name for name, family in FAMILIES.items() if family.meets)
 
+#: Schedules whose orders of groups are also those of trees.
+TREE_SCHEDULES = ("algorithm2", "1f1b", "interleaved")
+
 #: Schedules of several virtual stages.
 VIRTUAL = tuple(name for name, family in FAMILIES.items() if family.placement.virtual_stages > 1)
 
@@ -142,13 +145,14 @@ MAY_LACK: dict[str, object] = {
     "keep_attention": "off",
     "micro_batches": None,
     "equal_sequences": False,
+    "share_prefixes": False,
 }
 
 
 def _may_share(config: PlanConfig) -> bool:
     """True if ranks may share sequences by default."""
     is_ordered = config.schedule in ORDERS_OF_GROUPS and config.balance == "spread"
-    return config.dp > 1 and is_ordered and config.split != "none"
+    return config.dp > 1 and is_ordered and config.split != "none" and not config.share_prefixes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,11 +193,14 @@ class PlanConfig(Options):
     )
     dp: int = option(whole(1, MAX_DP), "Data-parallel ranks.", group=_RANKS, default=1)
     pp: int = option(whole(1, MAX_PP), "Pipeline stages.", group=_RANKS, default=1)
+    share_prefixes: bool = option(
+        FLAG, "Run tokens that sequences of a step begin with alike once.", group=_DATA, default=False
+    )
     schedule: str = option(
         SCHEDULE,
         f"Order on a pipeline: {', '.join(SCHEDULES[1:-1])}, or {SCHEDULES[-1]} (slow).",
         group=Advanced(_ORDER),
-        depends=lambda config: "algorithm2" if config.pp == 1 else "auto",
+        depends=lambda config: "algorithm2" if config.pp == 1 else "1f1b" if config.share_prefixes else "auto",
         default_words="auto",
     )
     virtual_stages: int = option(
@@ -324,6 +331,7 @@ class PlanConfig(Options):
                 f"of which there are {num_model_stages}",
                 hint="give as many, or leave it out",
             )
+        self._check_prefixes()
         self._check_groups()
         self._check_micro_batches()
         for source, weight in (self.mix or {}).items():
@@ -335,6 +343,27 @@ class PlanConfig(Options):
                     hint="70% is a share of the sequences of an epoch; 2 takes every sequence of it twice an epoch, "
                     "0.5 every other, 0 none",
                 )
+
+    def _check_prefixes(self) -> None:
+        """Refuse what has no order for trees, or cuts nothing where a tree is cut; `auto` is 1f1b."""
+        if not self.share_prefixes:
+            return
+        if self.schedule == "auto":
+            object.__setattr__(self, "schedule", "1f1b")
+        if self.schedule not in TREE_SCHEDULES:
+            raise UsageError(
+                f"share-prefixes has no order of schedule {self.schedule}",
+                hint=f"use schedule {', '.join(TREE_SCHEDULES[1:])}, or leave share-prefixes out",
+            )
+        others = {
+            "cp": self.cp != "off",
+            "split none": self.split == "none" and self.micro_batches is None,
+            "micro-batches": self.micro_batches is not None,
+        }
+        for name in (name for name, is_given in others.items() if is_given):
+            raise UsageError(
+                f"share-prefixes does not go with {name}", hint=f"leave {name.split()[0]} or share-prefixes out"
+            )
 
     def _check_micro_batches(self) -> None:
         """Refuse what has no effect on whole sequences in as many micro-batches on every rank."""

@@ -31,8 +31,9 @@ class Chunks(NamedTuple):
     `rank_chunks` int64 [num_ranks + 1]: where the chunks of each rank of each step begin. Per chunk [n]: group_id (-1
     for standalone), group_index, group_size, num_tokens, num_target_tokens, prefix_tokens int32, keeps_activations
     bool, kept_attention int8 (its place in `KEPT_ATTENTION`), cost float32 (predicted microseconds); cp_first_rank,
-    cp_size, cp_heads, cp_tokens int32, which say nothing where cp_size is 1; attention_pairs float64 (see
-    `attention_pairs_of`; of a shared chunk the rank's share of them).
+    cp_size, cp_heads, cp_tokens int32, which say nothing where cp_size is 1; last_dependent int32 (the highest
+    group_index of the chunks that attend to it); attention_pairs float64 (see `attention_pairs_of`; of a shared chunk
+    the rank's share of them).
     `segments` int64 [n + 1]: where the segments of each chunk begin. Per segment: sequence_id int64, start, end int32.
     """
 
@@ -50,6 +51,7 @@ class Chunks(NamedTuple):
     cp_size: Int32Array
     cp_heads: Int32Array
     cp_tokens: Int32Array
+    last_dependent: Int32Array
     attention_pairs: Float64Array
     segments: Int64Array
     sequence_id: Int64Array
@@ -75,6 +77,7 @@ def empty_chunks(num_ranks: int, num_chunks: int, num_segments: int) -> Chunks:
         cp_size=np.ones(num_chunks, np.int32),
         cp_heads=np.ones(num_chunks, np.int32),
         cp_tokens=np.zeros(num_chunks, np.int32),
+        last_dependent=np.zeros(num_chunks, np.int32),
         attention_pairs=np.zeros(num_chunks, np.float64),
         segments=np.zeros(num_chunks + 1, np.int64),
         sequence_id=np.empty(num_segments, np.int64),
@@ -108,6 +111,7 @@ def chunks_of_ranks(chunks: Chunks, first: int, last: int) -> Chunks:
         cp_size=chunks.cp_size[start:stop],
         cp_heads=chunks.cp_heads[start:stop],
         cp_tokens=chunks.cp_tokens[start:stop],
+        last_dependent=chunks.last_dependent[start:stop],
         attention_pairs=chunks.attention_pairs[start:stop],
         segments=chunks.segments[start : stop + 1],
         sequence_id=chunks.sequence_id,
@@ -119,7 +123,7 @@ def chunks_of_ranks(chunks: Chunks, first: int, last: int) -> Chunks:
 def chunks_of_rows_at(chunks: Chunks, rows: Int64Array) -> Chunks:
     """The chunks `rows` [m] by themselves, as if of one rank: without segments."""
     found = empty_chunks(1, rows.size, 0)
-    for name in (*_COUNTS, *CP_COLUMNS, "group_id", "keeps_activations", "kept_attention", "cost", "attention_pairs"):
+    for name in (*_COUNTS, *_OTHERS, "group_id", "keeps_activations", "kept_attention", "cost", "attention_pairs"):
         getattr(found, name)[:] = getattr(chunks, name)[rows]
     return found
 
@@ -138,6 +142,9 @@ def chunks_without_segments(
     chunks = empty_chunks(offsets.size - 1, int(offsets[-1]), 0)
     chunks.rank_chunks[:], chunks.num_tokens[:] = offsets, num_tokens
     chunks.group_id[:], chunks.keeps_activations[:] = group_id, keeps_activations
+    rank = np.repeat(np.arange(offsets.size - 1), np.diff(offsets))
+    _, group, sizes = np.unique(np.stack([rank, chunks.group_id]), axis=1, return_inverse=True, return_counts=True)
+    chunks.last_dependent[:] = np.where(chunks.group_id < 0, 0, sizes[group] - 1)
     return chunks
 
 
@@ -165,6 +172,8 @@ def read_chunks(table: pa.Table, patterns: Sequence[AttentionPattern] = FULL) ->
         end=end,
         **columns,
     )
+    if "last_dependent" not in columns:
+        read = read._replace(last_dependent=read.group_size - 1)
     return read._replace(attention_pairs=pairs_of_chunks(read, patterns))
 
 
@@ -184,7 +193,7 @@ def chunks_of_rows(rows: Sequence[Chunk], patterns: Sequence[AttentionPattern] =
         start=start,
         end=end,
     )
-    for name in (*_COUNTS, *CP_COLUMNS):
+    for name in (*_COUNTS, *_OTHERS):
         getattr(table, name)[:] = [getattr(row, name) for row in rows]
     return table._replace(attention_pairs=pairs_of_chunks(table, patterns))
 
@@ -198,7 +207,8 @@ def rows_of_chunks(chunks: Chunks) -> tuple[Chunk, ...]:
     columns = (getattr(chunks, name).tolist() for name in (*_COUNTS, "keeps_activations", "cost"))
     shares = (getattr(chunks, name).tolist() for name in CP_COLUMNS)
     kept = [KEPT_ATTENTION[code] for code in chunks.kept_attention.tolist()]
-    return tuple(starmap(Chunk, zip(range(len(by_chunk)), group_id, *columns, by_chunk, *shares, kept, strict=True)))
+    others = by_chunk, *shares, kept, chunks.last_dependent.tolist()
+    return tuple(starmap(Chunk, zip(range(len(by_chunk)), group_id, *columns, *others, strict=True)))
 
 
 def exchange_of(chunks: Chunks, cost: CostModel) -> ExchangeTimes | None:
@@ -226,6 +236,7 @@ def times_of(chunks: Chunks, cost: CostModel | None, config: PlanConfig, *, with
 _KEPT = {word: code for code, word in enumerate(KEPT_ATTENTION)}
 
 _COUNTS = ("group_index", "group_size", "num_tokens", "num_target_tokens", "prefix_tokens")
+_OTHERS = (*CP_COLUMNS, "last_dependent")
 
 
 def pairs_of_chunks(chunks: Chunks, patterns: Sequence[AttentionPattern] = FULL) -> Float64Array:

@@ -214,9 +214,10 @@ def load_plan(path: str | Path) -> Plan:
     """
     path = Path(path)
     manifest = read_manifest(path, "plan")
-    for name in ("steps.parquet", "chunks.parquet", "schedule.parquet"):
-        refuse_outside(path / name, path)
-    return Plan(path=path, manifest=manifest)
+    plan = Plan(path=path, manifest=manifest)
+    for name in plan.schemas:
+        refuse_outside(path / f"{name}.parquet", path)
+    return plan
 
 
 def evaluation_folder(plan: Path) -> Path:

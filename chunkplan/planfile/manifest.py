@@ -174,7 +174,7 @@ _SELECTED: dict[str, Domain] = {"num_sequences": whole(), "num_held_out": whole(
 PLAN: Expected = {
     "tool_version": TEXT,
     "content_hash": TEXT,
-    "content_hashes": {"config": TEXT, "steps": TEXT, "chunks": TEXT, "schedule": TEXT},
+    "content_hashes": {"config": TEXT, "steps": TEXT, "chunks": TEXT, "schedule": TEXT, "prefixes?": TEXT},
     # The names say how it came about, which other programs may have their own ways for.
     "config": {**_PLAN_CONFIG, "mix": or_null(_MIX), "schedule": TEXT, "packing": TEXT},
     "analysis": {"path": PATH, "content_hash": TEXT, "exact": FLAG, "sample?": or_null(SHARE)},
@@ -187,6 +187,7 @@ PLAN: Expected = {
         "num_target_tokens": whole(),
         "longest_sequence": whole(),
         "num_dropped_sequences": whole(),
+        "num_run_tokens?": whole(),
     },
     "predictions": {
         "cost_model": {

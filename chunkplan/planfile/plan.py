@@ -20,7 +20,7 @@ from chunkplan.errors import DataError, UsageError
 from chunkplan.files.folder import MANIFEST
 from chunkplan.planfile.manifest import config_of
 from chunkplan.planfile.notebook import plan_html
-from chunkplan.planfile.schema import CP_COLUMNS, plan_schemas, to_numpy
+from chunkplan.planfile.schema import CP_COLUMNS, PREFIXES, plan_schemas, to_numpy
 from chunkplan.planfile.tables import conform, open_parquet, read_table
 from chunkplan.quantities import short_repr
 
@@ -149,7 +149,8 @@ class Chunk:
     `cp_size` ranks from `cp_first_rank` on share a chunk of `cp_tokens` tokens, its segments are the rank's slices of
     it: `cp_heads` ranks at a time share the heads, and these groups of ranks its pages. Where `cp_size` is 1 the other
     three say nothing. `kept_attention`: where it keeps what attention gave in its first forward, one of
-    `operations.KEPT_ATTENTION`.
+    `operations.KEPT_ATTENTION`. `last_dependent`: the highest group_index of the chunks of its group that attend to
+    it, its own where none does; left out, the last one's.
     """
 
     chunk_id: int
@@ -167,8 +168,13 @@ class Chunk:
     cp_heads: int = 1
     cp_tokens: int = 0
     kept_attention: str = ""
+    last_dependent: int = field(default=-1, repr=False)
 
     __repr__ = short_repr
+
+    def __post_init__(self) -> None:
+        if self.last_dependent < 0:
+            object.__setattr__(self, "last_dependent", self.group_size - 1)
 
     @property
     def kind(self) -> str:
@@ -177,8 +183,11 @@ class Chunk:
         return KINDS[kind_of(self.group_id is not None, num_segments)]
 
     def to_dict(self) -> Mapping[str, Any]:
-        """Its columns, for JSON; those that say how ranks share it only where they do."""
-        return {name: value for name, value in asdict(self).items() if self.cp_size > 1 or name not in CP_COLUMNS}
+        """Its columns, for JSON; those that say how ranks or sequences share it only where they do."""
+        unsaid = {*(CP_COLUMNS if self.cp_size == 1 else ())}
+        if self.last_dependent == self.group_size - 1:
+            unsaid.add("last_dependent")
+        return {name: value for name, value in asdict(self).items() if name not in unsaid}
 
 
 @dataclass(frozen=True)
@@ -195,7 +204,10 @@ class Action:
 
 @dataclass(frozen=True)
 class PlanStep:
-    """One optimizer step: its totals, the chunks of each data-parallel rank, the actions of each (rank, stage)."""
+    """One optimizer step: its totals, the chunks of each data-parallel rank, the actions of each (rank, stage).
+
+    `prefixes`: of each sequence that begins in another one of its step, the other one and how many of its tokens.
+    """
 
     step: int
     epoch: int
@@ -215,6 +227,7 @@ class PlanStep:
     actions: dict[tuple[int, int], list[Action]] = field(repr=False)
     schedule_us: dict[tuple[int, int], float] = field(repr=False)
     slots: dict[tuple[int, int], list[int]] = field(repr=False)
+    prefixes: dict[int, tuple[int, int]] = field(repr=False, default_factory=dict)
 
     __repr__ = short_repr
 
@@ -246,7 +259,7 @@ class Plan:
 
     @property
     def schemas(self) -> dict[str, pa.Schema]:
-        """The columns of its files, by name: `steps`, `chunks`, `schedule`."""
+        """The columns of its files, by name: `steps`, `chunks`, `schedule`, and `prefixes` where they are shared."""
         return plan_schemas(self.manifest["config"])
 
     @property
@@ -275,6 +288,12 @@ class Plan:
         """Read all of schedule.parquet."""
         return self._read("schedule")
 
+    def prefixes(self) -> pa.Table:
+        """Read all of prefixes.parquet; without rows where no sequence begins in another one."""
+        if "prefixes" not in self.schemas:
+            return PREFIXES.empty_table()
+        return read_table(self.path / "prefixes.parquet", PREFIXES, may_be_empty=True)
+
     def _read(self, name: str) -> pa.Table:
         return read_table(self.path / f"{name}.parquet", self.schemas[name])
 
@@ -287,17 +306,25 @@ class Plan:
         chunks_path, schedule_path = self.path / "chunks.parquet", self.path / "schedule.parquet"
         chunks = rows_by_step(chunks_path, self.schemas["chunks"], start)
         schedule = rows_by_step(schedule_path, self.schemas["schedule"], start)
+        is_sharing = "prefixes" in self.schemas
+        prefixes = rows_by_step(self.path / "prefixes.parquet", PREFIXES, start) if is_sharing else iter(())
+        of_step = next(prefixes, None)  # the next step with prefixes
         steps = self.steps()
         for row in zip(*(to_numpy(column.combine_chunks()).tolist() for column in steps.columns), strict=True):
             totals = dict(zip(steps.column_names, row, strict=True))
             if totals["step"] < start:
                 continue
-            step = totals["step"]
-            yield step_of_rows(totals, _take(chunks, step, chunks_path), _take(schedule, step, schedule_path))
+            step, shared = totals["step"], None
+            if of_step is not None and of_step[0] <= step:
+                shared = _take(iter([of_step]), step, self.path / "prefixes.parquet")
+                of_step = next(prefixes, None)
+            yield step_of_rows(totals, _take(chunks, step, chunks_path), _take(schedule, step, schedule_path), shared)
 
 
-def step_of_rows(totals: Mapping[str, Any], chunks: StepRows, schedule: StepRows) -> PlanStep:
-    """A step of the `totals` in its row of steps.parquet, of its rows of chunks.parquet and of schedule.parquet."""
+def step_of_rows(
+    totals: Mapping[str, Any], chunks: StepRows, schedule: StepRows, prefixes: StepRows | None = None
+) -> PlanStep:
+    """A step of the `totals` in its row of steps.parquet, and of its rows of the other files."""
     names = [entry.name for entry in fields(Chunk) if entry.name in chunks]
     segments = [tuple(starmap(Segment, of_chunk)) for of_chunk in chunks["segments"]]
     chunks_by_rank: dict[int, list[Chunk]] = {}
@@ -311,6 +338,10 @@ def step_of_rows(totals: Mapping[str, Any], chunks: StepRows, schedule: StepRows
         actions={place: list(starmap(Action, done)) for place, done in zip(places, schedule["actions"], strict=True)},
         schedule_us=dict(zip(places, schedule["predicted_us"], strict=True)),
         slots=dict(zip(places, schedule["slots"], strict=True)) if "slots" in schedule else {},
+        prefixes={
+            sequence_id: (prefix_of, num_tokens)
+            for _, sequence_id, prefix_of, num_tokens in zip(*(prefixes or {}).values(), strict=True)
+        },
     )
 
 

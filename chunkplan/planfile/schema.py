@@ -84,6 +84,10 @@ CHUNKS = CHUNKS.set(CHUNKS.get_field_index("group_id"), pa.field("group_id", pa.
 CP_COLUMNS = ("cp_first_rank", "cp_size", "cp_heads", "cp_tokens")
 SHARED_CHUNKS = pa.schema([*CHUNKS, *_schema(**{name: pa.int32() for name in CP_COLUMNS})])
 
+#: chunks.parquet and prefixes.parquet of plans in which sequences share prefixes.
+TREE_CHUNKS = pa.schema([*CHUNKS, *_schema(last_dependent=pa.int32())])
+PREFIXES = _schema(step=pa.int32(), sequence_id=pa.int64(), prefix_of=pa.int64(), prefix_tokens=pa.int32())
+
 SCHEDULE = _schema(
     step=pa.int32(),
     dp_rank=pa.int32(),
@@ -98,10 +102,13 @@ SLOTS = pa.schema([*SCHEDULE, *_schema(slots=_list(pa.int32()))])
 
 def plan_schemas(config: Mapping[str, Any]) -> dict[str, pa.Schema]:
     """The columns of each file of a plan by its name; `config`: the entry of its manifest."""
+    schedule = SLOTS if config["dp"] > 1 else SCHEDULE
+    if config.get("share_prefixes", False):
+        return {"steps": STEPS, "chunks": TREE_CHUNKS, "schedule": schedule, "prefixes": PREFIXES}
     return {
         "steps": STEPS,
         "chunks": CHUNKS if config.get("cp", "off") == "off" else SHARED_CHUNKS,
-        "schedule": SLOTS if config["dp"] > 1 else SCHEDULE,
+        "schedule": schedule,
     }
 
 

@@ -40,8 +40,8 @@ def open_parquet(path: Path, hint: str = _HINT) -> Iterator[pq.ParquetFile]:
         raise DataError(f"cannot be read: {error}", where=str(path), hint=hint) from error
 
 
-def read_table(path: Path, schema: pa.Schema) -> pa.Table:
-    """Read a Parquet file that must have the columns of `schema` and at least one row.
+def read_table(path: Path, schema: pa.Schema, *, may_be_empty: bool = False) -> pa.Table:
+    """Read a Parquet file that must have the columns of `schema` and, unless it `may_be_empty`, at least one row.
 
     Raises:
         DataError: it is missing, damaged, empty, or is not as `conform` has it.
@@ -50,9 +50,9 @@ def read_table(path: Path, schema: pa.Schema) -> pa.Table:
         # All at once pyarrow cannot: the words of actions may be other ones in every row group.
         groups = (file.read_row_group(group, schema.names) for group in range(file.num_row_groups))
         tables = [conform(group, schema, path) for group in groups]
-    if not any(table.num_rows for table in tables):
+    if not may_be_empty and not any(table.num_rows for table in tables):
         raise DataError("has no rows", where=str(path), hint=_HINT)
-    return pa.concat_tables(tables)
+    return pa.concat_tables([schema.empty_table(), *tables] if may_be_empty else tables)
 
 
 def read_columns(

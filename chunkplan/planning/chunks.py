@@ -134,6 +134,7 @@ def _number_shared(
                     chunks.group_id[chunk] = num_groups
                     chunks.group_index[chunk] = index
                     chunks.group_size[chunk] = part_stop - part_start
+                    chunks.last_dependent[chunk] = part_stop - part_start - 1
                     chunks.keeps_activations[chunk] = sequences.part_keeps[part_start + index]
                     chunks.cp_first_rank[chunk] = first
                     chunks.cp_size[chunk] = size
@@ -183,6 +184,7 @@ def _number_chunks(
             chunks.group_id[chunk] = next_group if may_share else num_groups[rank]
             chunks.group_index[chunk] = index
             chunks.group_size[chunk] = part_stop - part_start
+            chunks.last_dependent[chunk] = part_stop - part_start - 1
             chunks.keeps_activations[chunk] = sequences.part_keeps[part_start + index]
             chunks.segments[chunk + 1] += 1
         num_groups[rank] += 1

@@ -31,7 +31,7 @@ from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.durations import whole_pairs, work_ns
 from chunkplan.cost.model import CostModel
 from chunkplan.planfile.chunks import Chunks, pairs_of_chunks
-from chunkplan.planfile.schema import plan_schemas
+from chunkplan.planfile.schema import PREFIXES, plan_schemas
 from chunkplan.planning.batches import StepBlock, longest_first
 from chunkplan.planning.chunks import ChunkedBlock, add_part_targets, make_chunks, time_chunks
 from chunkplan.planning.kept_attention import keep_on_gpu, keep_on_host
@@ -208,4 +208,6 @@ def predict_block(
             block.first_step, config.dp, config.pp, scheduled.actions, scheduled.stage_end, slots
         ),
     }
+    if config.share_prefixes:
+        tables["prefixes"] = PREFIXES.empty_table()
     return Planned(tables, chunked.chunks, moments, block.first_step * config.dp + ranks)

@@ -69,7 +69,7 @@ def chunks_table(schema: pa.Schema, first_step: int, dp: int, chunks: Chunks) ->
     sizes = np.diff(chunks.rank_chunks)
     rank = np.repeat(np.arange(sizes.size), sizes)
     kind = CHUNKS.field("segments").type
-    groups = {}
+    groups = {"last_dependent": chunks.last_dependent} if "last_dependent" in schema.names else {}
     if "cp_size" in schema.names:
         is_shared = chunks.cp_size > 1
         groups = {

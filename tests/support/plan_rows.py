@@ -28,8 +28,8 @@ Case = tuple[str, Callable[[Rows], None], tuple[int | None, int | None, int | No
 
 def tamper(plan: Path, change: Callable[[Rows], None], **config: Any) -> None:
     """Change rows and write the plan again with hashes that fit, so that only the invariant itself is broken."""
-    rows = {name: pq.read_table(plan / f"{name}.parquet").to_pylist() for name in SCHEMAS}
     manifest = json.loads((plan / "manifest.json").read_text())
+    rows = {name: pq.read_table(plan / f"{name}.parquet").to_pylist() for name in plan_schemas(manifest["config"])}
     manifest["config"].update(config)
     stated = [step["peak_retained_tokens"] for step in rows["steps"]]
     before = deepcopy(rows["schedule"])
