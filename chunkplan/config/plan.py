@@ -194,7 +194,7 @@ class PlanConfig(Options):
     dp: int = option(whole(1, MAX_DP), "Data-parallel ranks.", group=_RANKS, default=1)
     pp: int = option(whole(1, MAX_PP), "Pipeline stages.", group=_RANKS, default=1)
     share_prefixes: bool = option(
-        FLAG, "Run tokens that sequences of a step begin with alike once.", group=_DATA, default=False
+        FLAG, "Run tokens that sequences of a step begin with alike once.", group=Advanced(_DATA), default=False
     )
     schedule: str = option(
         SCHEDULE,
