@@ -10,6 +10,7 @@ Int64Array = npt.NDArray[np.int64]
 IntArray = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 Int8Array = npt.NDArray[np.int8]
 UInt64Array = npt.NDArray[np.uint64]
+Float32Array = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
 
 

@@ -14,16 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
-from chunkplan.arrays import BoolArray, Int32Array, Int64Array, UInt64Array, offsets_of, split_mix
+from chunkplan.arrays import BoolArray, Float32Array, Int32Array, Int64Array, UInt64Array, offsets_of, split_mix
 from chunkplan.config.intake import IntakeOptions
 from chunkplan.errors import DataError, UsageError
 from chunkplan.files.json_file import raise_if_unreadable, refuse_outside
 from chunkplan.planfile.hashing import TokensHasher, sequence_digests
 from chunkplan.planfile.manifest import TokenFileEntry
 from chunkplan.planfile.notebook import analysis_html
-from chunkplan.planfile.schema import SEQUENCES, TOKENS, to_numpy
+from chunkplan.planfile.schema import TOKEN_COLUMNS, analysis_schemas, to_numpy
 from chunkplan.planfile.tables import conform, read_columns
 from chunkplan.quantities import short_repr
 
@@ -83,13 +84,56 @@ class Analysis:
         return np.isin(keys, keys[self.is_evaluation]) & ~self.is_evaluation
 
     @property
+    def samples(self) -> str | None:
+        """The kind of samples, out of `schema.SAMPLES`: "preference", "labelled" or "rollouts"; None: ordinary ones."""
+        samples: str | None = self.manifest.get("samples")
+        return samples
+
+    @cached_property
+    def group(self) -> Int64Array | None:
+        """The first sequence of the pair or group that each is of, which come in one step; int64 [num_sequences].
+
+        None where samples have none, as for `label`, `reward` and `advantage`; all raise as `source`.
+        """
+        group: Int64Array | None = self._sample_column("group")
+        return group
+
+    @cached_property
+    def label(self) -> BoolArray | None:
+        """True where an answer is a chosen or a good one, bool [num_sequences]."""
+        label: BoolArray | None = self._sample_column("label")
+        return label
+
+    @cached_property
+    def reward(self) -> npt.NDArray[np.float64] | None:
+        """The reward of each rollout, [num_sequences]."""
+        reward: npt.NDArray[np.float64] | None = self._sample_column("reward")
+        return reward
+
+    @cached_property
+    def advantage(self) -> npt.NDArray[np.float64] | None:
+        """The advantage of each rollout where it is one number, [num_sequences]."""
+        advantage: npt.NDArray[np.float64] | None = self._sample_column("advantage")
+        return advantage
+
+    @property
+    def token_columns(self) -> tuple[str, ...]:
+        """Numbers that the tokens of rollouts have, which `TokenReader.column` reads: names of `TOKEN_COLUMNS`."""
+        columns = self.manifest.get("sample_columns", ())
+        return tuple(name for name in TOKEN_COLUMNS.names if name in columns)
+
+    def _sample_column(self, name: str) -> Any:
+        return self._column(name) if name in self.manifest.get("sample_columns", ()) else None
+
+    @property
     def _is_bare(self) -> bool:
         return bool(self.manifest["kind"] == "lengths")
 
     def _column(self, name: str) -> Any:
         path = self.path / "sequences.parquet"
         refuse_outside(path, self.path)
-        columns, found = read_columns(path, SEQUENCES, [name])
+        schema, _ = analysis_schemas(self.manifest.get("sample_columns", ()))
+        columns, found = read_columns(path, schema, [name])
         if found != self.manifest["content_hashes"]["sequences"]:
             raise DataError("replaced since it was opened", where=str(path), hint="open the analysis again")
         return columns[name]
@@ -159,7 +203,7 @@ class Analysis:
             what = f"is of a sample of {100 * self.sample:g}%" if self.sample else "holds lengths only, no tokens"
             command = f"`chunkplan analyze DATA --tokenizer FILE`{' without --sample' if self.sample else ''}"
             raise UsageError(f"the analysis {self.path} {what}", hint=f"run {command}; plans are to be built of that")
-        return TokenReader(self.path, self.manifest["tokens"], self.num_tokens)
+        return TokenReader(self.path, self.manifest["tokens"], self.num_tokens, self.token_columns)
 
     @cached_property
     def content_keys(self) -> UInt64Array:
@@ -207,9 +251,13 @@ def join_runs(views: Iterable[memoryview], starts: Int64Array, stops: Int64Array
 class TokenReader:
     """Reads tokens from memory-mapped token files. A record batch is checked when it is first used."""
 
-    def __init__(self, folder: Path, token_files: Sequence[TokenFileEntry], num_tokens: Int32Array) -> None:
+    def __init__(
+        self, folder: Path, token_files: Sequence[TokenFileEntry], num_tokens: Int32Array, columns: Sequence[str] = ()
+    ) -> None:
         self._folder = folder
         self._token_files = token_files
+        self._columns = tuple(columns)
+        _, self._schema = analysis_schemas(columns)
         self._place: list[tuple[int, int]] = []  # of every record batch: (token file, batch within it)
         edges: list[tuple[int, int]] = []  # and the sequence_ids of its first row and one past its last
         for place, described in enumerate(token_files):
@@ -226,10 +274,11 @@ class TokenReader:
         self._input_ids = [memoryview(b"")] * len(self._place)
         self._target = [memoryview(b"")] * len(self._place)
         self._first_bit = np.zeros(len(self._place), np.int64)
+        self._more = {name: [memoryview(b"")] * len(self._place) for name in self._columns}
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Worker processes map the files anew."""
-        return TokenReader, (self._folder, self._token_files, np.diff(self._token_offsets))
+        return TokenReader, (self._folder, self._token_files, np.diff(self._token_offsets), self._columns)
 
     def __call__(self, sequence_id: int) -> tuple[Int32Array, BoolArray]:
         """Token ids int32 [num_tokens] and target mask bool [num_tokens] of one sequence; raises as `gather` does."""
@@ -246,15 +295,8 @@ class TokenReader:
         """
         if not len(sequence_ids):
             return np.empty(0, np.int32), np.empty(0, np.bool_)
-        which = np.searchsorted(self._starts, sequence_ids, side="right") - 1
-        missing = np.flatnonzero((which < 0) | (sequence_ids >= self._stops[which]))
-        if missing.size:
-            message = f"sequence {sequence_ids[missing[0]]} is not where the manifest says"
-            raise DataError(message, where=str(self._folder), hint="analyze again")
-        for index in np.unique(which[~self._is_open[which]]).tolist():
-            self._open(index)
+        which, offsets = self._find(sequence_ids)
         batches = which.tolist()
-        offsets = self._token_offsets[sequence_ids] - self._token_offsets[self._starts[which]]
         token_starts, token_stops = offsets + starts, offsets + stops
         input_ids = join_runs(map(self._input_ids.__getitem__, batches), 4 * token_starts, 4 * token_stops)
         # Whole bytes of bits are fetched and unpacked in one go; what they hold besides the runs is then left out.
@@ -265,6 +307,23 @@ class TokenReader:
         bit_starts = 8 * (np.cumsum(high - low) - (high - low)) + (bit_starts & 7)
         target = join_runs(repeat(unpacked.data), bit_starts, bit_starts + (stops - starts))
         return np.frombuffer(input_ids, np.int32), np.frombuffer(target, np.bool_)
+
+    def column(self, name: str, sequence_ids: Int64Array, starts: Int64Array, stops: Int64Array) -> Float32Array:
+        """The numbers that tokens have in the column `name` of `Analysis.token_columns`, float32 [n], as `gather`."""
+        which, offsets = self._find(sequence_ids)
+        views = map(self._more[name].__getitem__, which.tolist())
+        return np.frombuffer(join_runs(views, 4 * (offsets + starts), 4 * (offsets + stops)), np.float32)
+
+    def _find(self, sequence_ids: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """The record batch of each sequence, open now, and where in its tokens the sequence begins: each [n]."""
+        which = np.searchsorted(self._starts, sequence_ids, side="right") - 1
+        missing = np.flatnonzero((which < 0) | (sequence_ids >= self._stops[which]))
+        if missing.size:
+            message = f"sequence {sequence_ids[missing[0]]} is not where the manifest says"
+            raise DataError(message, where=str(self._folder), hint="analyze again")
+        for index in np.unique(which[~self._is_open[which]]).tolist():
+            self._open(index)
+        return which, self._token_offsets[sequence_ids] - self._token_offsets[self._starts[which]]
 
     def batches(self) -> Iterator[tuple[int, pa.RecordBatch]]:
         """All record batches in order, with the sequence_id of their first row: for what reads them all.
@@ -281,7 +340,8 @@ class TokenReader:
             ids, target = batch.column("input_ids"), batch.column("target")
             offsets = to_numpy(ids.offsets).astype(np.int64)
             values, mask = to_numpy(ids.flatten()), to_numpy(target.flatten())
-            hasher.update(sequence_digests(offsets - offsets[0], values, mask))
+            more = [to_numpy(batch.column(name).flatten()) for name in self._columns]
+            hasher.update(sequence_digests(offsets - offsets[0], values, mask, *more))
         return hasher.hexdigest()
 
     def _open(self, index: int) -> None:
@@ -290,6 +350,9 @@ class TokenReader:
         ids, target = (batch.column(name).flatten() for name in ("input_ids", "target"))
         self._input_ids[index] = memoryview(ids.buffers()[1])[4 * ids.offset : 4 * (ids.offset + len(ids))]
         self._target[index], self._first_bit[index] = memoryview(target.buffers()[1]), target.offset
+        for name, views in self._more.items():
+            values = batch.column(name).flatten()
+            views[index] = memoryview(values.buffers()[1])[4 * values.offset : 4 * (values.offset + len(values))]
         self._is_open[index] = True
 
     def _batch(self, index: int) -> pa.RecordBatch:
@@ -301,12 +364,12 @@ class TokenReader:
             # The file is not kept open, or thousands of them would be too many; what is mapped lives with the batch.
             batch = pa.ipc.open_file(pa.memory_map(str(path))).get_batch(batch_of_file)
             batch.validate()
-            table = conform(pa.Table.from_batches([batch]), TOKENS, path)
+            table = conform(pa.Table.from_batches([batch]), self._schema, path)
         except _DAMAGED as error:
             raise_if_unreadable(error)
             raise DataError(f"cannot read the tokens: {error}", where=str(path), hint="analyze again") from error
         stated = self._token_offsets[start : self._stops[index] + 1] - self._token_offsets[start]
-        for name in TOKENS.names:
+        for name in self._schema.names:
             offsets = to_numpy(batch.column(name).offsets)
             if not np.array_equal(offsets - offsets[0], stated):
                 raise DataError(

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from chunkplan.arrays import BoolArray, Int32Array, Int64Array
+from chunkplan.arrays import BoolArray, Float32Array, Int32Array, Int64Array
 from chunkplan.planfile.schema import to_arrow, to_numpy, words_to_arrow
 
 
@@ -72,8 +72,9 @@ def content_hash(table: pa.Table, schema: pa.Schema) -> str:
 class TokensHasher:
     """The content hash of tokens: SHA-256 over the digest of every sequence, in order.
 
-    The digest of a sequence is the SHA-256 of its ids as little-endian int32 and then its target mask, a byte (0 or 1)
-    each. So whoever has the digests of sequences need not read their tokens again to know the hash of all of them.
+    The digest of a sequence is the SHA-256 of its ids as little-endian int32, then its target mask, a byte (0 or 1)
+    each, and then its further columns, little-endian float32, in the order of the schema. So whoever has the digests of
+    sequences need not read their tokens again to know the hash of all of them.
     """
 
     def __init__(self) -> None:
@@ -88,13 +89,16 @@ class TokensHasher:
         return self._hash.hexdigest()
 
 
-def sequence_digests(offsets: Int64Array, input_ids: Int32Array, target: BoolArray) -> bytes:
+def sequence_digests(offsets: Int64Array, input_ids: Int32Array, target: BoolArray, *more: Float32Array) -> bytes:
     """The digests of n sequences, 32 bytes each, one after another; sequence i is [offsets[i], offsets[i + 1])."""
     ids, mask = memoryview(_bytes(input_ids.astype("<i4", copy=False))), memoryview(_bytes(target))
+    others = [memoryview(_bytes(values.astype("<f4", copy=False))) for values in more]
     digests = []
     for start, end in pairwise(offsets.tolist()):
         digest = hashlib.sha256(ids[4 * start : 4 * end])
         digest.update(mask[start:end])
+        for values in others:
+            digest.update(values[4 * start : 4 * end])
         digests.append(digest.digest())
     return b"".join(digests)
 

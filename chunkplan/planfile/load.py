@@ -21,7 +21,8 @@ from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.hashing import ContentHasher, combine_hashes, hash_of_evaluation
 from chunkplan.planfile.manifest import read_manifest
 from chunkplan.planfile.plan import Plan
-from chunkplan.planfile.schema import SEQUENCES, to_arrow
+from chunkplan.planfile.samples import sample_complaints
+from chunkplan.planfile.schema import SEQUENCES, analysis_schemas, to_arrow
 from chunkplan.planfile.tables import open_parquet, read_columns
 
 IntegerArray = npt.NDArray[np.integer]
@@ -128,7 +129,10 @@ def load_analysis(path: str | Path) -> Analysis:
     def look(table: pa.Table) -> None:
         sources.extend(pc.min_max(table.column("source")).as_py().values() if table.num_rows else [])
 
-    columns, found = read_columns(path / "sequences.parquet", SEQUENCES, ["num_tokens", "num_target_tokens"], look)
+    for what in sample_complaints(manifest):
+        raise DataError(what, where=str(path / MANIFEST), hint="analyze again")
+    schema, _ = analysis_schemas(manifest.get("sample_columns", ()))
+    columns, found = read_columns(path / "sequences.parquet", schema, ["num_tokens", "num_target_tokens"], look)
     for file, words in _complaints(manifest, found, len(columns["num_tokens"]), sources):
         raise DataError(words, where=str(path / file), hint="analyze again")
     return Analysis(path=path, content_hash=manifest["content_hash"], manifest=manifest, **columns)

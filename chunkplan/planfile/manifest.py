@@ -35,7 +35,7 @@ from chunkplan.errors import DataError, UsageError
 from chunkplan.files.folder import MANIFEST
 from chunkplan.files.json_file import read_json, refuse_outside
 from chunkplan.options import entries_of
-from chunkplan.planfile.schema import SCHEMA_VERSION
+from chunkplan.planfile.schema import SAMPLE_COLUMNS, SAMPLES, SCHEMA_VERSION, TOKEN_COLUMNS
 from chunkplan.quantities import counted
 
 _HINT = "write it again with `chunkplan analyze` or `chunkplan build`"
@@ -164,6 +164,8 @@ ANALYSIS: Expected = {
     "template_hash?": or_null(TEXT),
     "options?": {f"{name}?": expected for name, expected in entries_of(IntakeOptions).items()},
     "tokens": [{"file": TOKEN_FILE, "first_sequence_id": whole(), "rows": [whole(1)]}],
+    "samples?": one_of(*SAMPLES),
+    "sample_columns?": [one_of(*SAMPLE_COLUMNS.names, *TOKEN_COLUMNS.names)],
 }
 
 _PLAN_CONFIG = {f"{name}?" if name in MAY_LACK else name: entry for name, entry in entries_of(PlanConfig).items()}

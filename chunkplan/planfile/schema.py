@@ -6,7 +6,7 @@ where that is installed, as it is wherever OR-Tools is, and that takes longer th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -43,6 +43,17 @@ SEQUENCES = _schema(
 
 #: Rows are in sequence_id order; the manifest says which is the first of each file.
 TOKENS = _schema(input_ids=_list(pa.int32()), target=_list(pa.bool_()))
+
+#: Kinds of samples beside ordinary ones: pairs of a better and a worse answer, answers that are labelled as good or
+#: bad, and what a policy has answered, with its rewards or advantages.
+SAMPLES = ("preference", "labelled", "rollouts")
+
+#: Columns of sequences.parquet, and of the token files, that only samples have. Those of tokens are as long as
+#: `input_ids`, and 0 where a token is no target.
+SAMPLE_COLUMNS = _schema(group=pa.int64(), label=pa.bool_(), reward=pa.float64(), advantage=pa.float64())
+TOKEN_COLUMNS = _schema(
+    advantages=_list(pa.float32()), old_log_probs=_list(pa.float32()), reference_log_probs=_list(pa.float32())
+)
 
 STEPS = _schema(
     step=pa.int32(),
@@ -110,6 +121,12 @@ def plan_schemas(config: Mapping[str, Any]) -> dict[str, pa.Schema]:
         "chunks": CHUNKS if config.get("cp", "off") == "off" else SHARED_CHUNKS,
         "schedule": schedule,
     }
+
+
+def analysis_schemas(columns: Collection[str] = ()) -> tuple[pa.Schema, pa.Schema]:
+    """The columns of sequences.parquet and of the token files, with those named `columns` that only samples have."""
+    more = [[field for field in schema if field.name in columns] for schema in (SAMPLE_COLUMNS, TOKEN_COLUMNS)]
+    return pa.schema([*SEQUENCES, *more[0]]), pa.schema([*TOKENS, *more[1]])
 
 
 def to_arrow(values: npt.NDArray[Any], valid: npt.NDArray[np.bool_] | None = None) -> pa.Array:

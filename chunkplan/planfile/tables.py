@@ -104,9 +104,15 @@ def conform(table: pa.Table, schema: pa.Schema, path: Path) -> pa.Table:
         column = table.column(field.name)
         if any(_has_nulls(array, field.nullable) for array in column.chunks):
             raise DataError(f"column {field.name} has nulls", where=str(path), hint=_HINT)
-        if pa.types.is_floating(field.type) and not np.isfinite(column.to_numpy()).all():
+        if not all(map(_is_finite, column.chunks)):
             raise DataError(f"column {field.name} has values that are not finite", where=str(path), hint=_HINT)
     return table
+
+
+def _is_finite(array: pa.Array) -> bool:
+    """Return whether numbers, of which none is null, or those of lists, are."""
+    values = array.flatten() if pa.types.is_list(array.type) else array
+    return not pa.types.is_floating(values.type) or bool(np.isfinite(to_numpy(values)).all())
 
 
 def _has_nulls(array: pa.Array, allowed: bool) -> bool:

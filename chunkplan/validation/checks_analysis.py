@@ -16,11 +16,11 @@ from chunkplan.planfile.schema import to_numpy
 from chunkplan.validation.chunk_columns import Violation
 
 #: Names of what `check_analysis` finds, in the order it looks.
-ANALYSIS_INVARIANTS = ("totals", "records", "lengths", "targets", "tokens", "content-hash")
+ANALYSIS_INVARIANTS = ("totals", "records", "lengths", "targets", "samples", "tokens", "content-hash")
 
 
 def check_analysis(analysis: Analysis) -> Iterator[Violation]:
-    """Yield what is wrong: totals, records in = sequences + rejected, lengths, targets, tokens, content hashes.
+    """Yield what is wrong: totals, records in = sequences + rejected, lengths, targets, samples, tokens, hashes.
 
     All tokens are read for it.
     """
@@ -49,6 +49,7 @@ def check_analysis(analysis: Analysis) -> Iterator[Violation]:
     wrong = np.flatnonzero((analysis.num_target_tokens < 0) | (analysis.num_target_tokens > limit))
     if wrong.size:
         yield Violation("targets", f"sequence {wrong[0]} has an impossible number of targets", count=wrong.size)
+    yield from _check_samples(analysis)
     if analysis.has_tokens:
         try:
             yield from check_tokens(analysis)
@@ -116,8 +117,33 @@ def _check_left_out(source: SourceEntry) -> Iterator[Violation]:
         yield Violation("records", f"{source['path']} names the first record without {[*first]}, not {[*left_out]}")
 
 
+def _check_samples(analysis: Analysis) -> Iterator[Violation]:
+    """Yield where a group does not begin with its first sequence, is of several sources, or is no pair in its order."""
+    group, label, ids = analysis.group, analysis.label, np.arange(analysis.num_sequences)
+    if group is None:
+        return
+    wrong = np.flatnonzero((group < 0) | (group > ids))
+    if wrong.size:
+        yield Violation("samples", f"sequence {wrong[0]} is of group {group[wrong[0]]}, no sequence before it")
+        return
+    apart = np.flatnonzero((group[group] != group) | (analysis.source[group] != analysis.source))
+    if apart.size:
+        told = f"sequence {apart[0]} is of group {group[apart[0]]}, which is none of its source"
+        yield Violation("samples", told, count=apart.size)
+    if analysis.samples == "preference":
+        chosen, record = ids - ids % 2, analysis.record
+        wrong = np.flatnonzero((group != chosen) | (label != (ids % 2 == 0)) | (record != record[chosen]))
+        if wrong.size or ids.size % 2:
+            odd = wrong[0] if wrong.size else ids[-1]
+            told = f"sequence {odd} is no part of a pair: chosen, then rejected, of one record"
+            yield Violation("samples", told, count=max(1, wrong.size))
+    if analysis.samples != "labelled" and not analysis.num_target_tokens.all():
+        wrong = np.flatnonzero(analysis.num_target_tokens == 0)
+        yield Violation("samples", f"sequence {wrong[0]} has no target", count=wrong.size)
+
+
 def check_tokens(analysis: Analysis) -> Iterator[Violation]:
-    """Yield what is wrong with the tokens: targets as counted, ids in range, the content hash.
+    """Yield what is wrong with the tokens: targets as counted, ids in range, numbers beside targets, the hash.
 
     Raises:
         DataError: a file of tokens is damaged.
@@ -134,7 +160,10 @@ def check_tokens(analysis: Analysis) -> Iterator[Violation]:
             counts, analysis.num_target_tokens[first : first + batch.num_rows]
         ):
             yield Violation("targets", f"target masks from sequence {first} on are not those counted")
-        hasher.update(sequence_digests(starts, values, mask))
+        more = {name: to_numpy(batch.column(name).flatten()) for name in analysis.token_columns}
+        for name in (name for name, numbers in more.items() if numbers[~mask].any()):
+            yield Violation("tokens", f"`{name}` from sequence {first} on is not 0 at a token that is no target")
+        hasher.update(sequence_digests(starts, values, mask, *more.values()))
         if values.min() < 0 or (largest is not None and values.max() > largest):
             yield Violation("tokens", f"a token id from sequence {first} on is outside 0..{largest}")
     if hasher.hexdigest() != analysis.manifest["content_hashes"]["tokens"]:

@@ -120,7 +120,7 @@ def leaves(kind: pa.DataType) -> set[str]:
 
 @pytest.mark.docs
 def test_the_format_names_every_column_op_and_invariant() -> None:
-    for name in ("SEQUENCES", "TOKENS", "STEPS", "CHUNKS", "SCHEDULE"):
+    for name in ("SEQUENCES", "TOKENS", "SAMPLE_COLUMNS", "TOKEN_COLUMNS", "STEPS", "CHUNKS", "SCHEDULE"):
         for field in getattr(schema, name):
             assert f"`{field.name}`" in FORMAT, f"{name}.{field.name}"
             for leaf in leaves(field.type):
