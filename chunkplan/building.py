@@ -33,9 +33,9 @@ from chunkplan.planfile.plan_writer import PlanWriter
 from chunkplan.planfile.schema import plan_schemas
 from chunkplan.planning.batches import batch_sizes, step_blocks
 from chunkplan.planning.memory import memory_rates_of
-from chunkplan.planning.method import Dataset, Planned, plan_block
+from chunkplan.planning.method import Dataset, Planned, check_shared, plan_block
 from chunkplan.planning.selection import check_selection, describe_selection, expected_copies, resolve_mix
-from chunkplan.planning.splitting import TargetMask, count_parts
+from chunkplan.planning.splitting import count_parts
 from chunkplan.schedule.holdings import highest_peak
 from chunkplan.summary import SUMMED, chunk_frame
 
@@ -207,13 +207,14 @@ def _build_one(
 ) -> BuiltPlan:
     """Plan and write; `output` is where the plan will be."""
     config.check_layers(cost.shape.num_layers, cost.shape.name)
+    check_shared(config, cost)
     if config.stage_layers == split_layers(cost.shape.num_layers, config.pp * config.virtual_stages):
         config = replace(config, stage_layers=None)  # the same plan, so that it has the same manifest
     check_selection(analysis, config)
     copies = lru_cache(maxsize=1)(partial(expected_copies, analysis, config))
     num_steps, num_occurrences, longest = _check_sizes(analysis, copies, config, cost)
     blocks = plan_steps(
-        Dataset(analysis.num_tokens, analysis.num_target_tokens, _target_masks(analysis)),
+        _dataset_of(analysis, config),
         copies,
         config,
         cost,
@@ -251,6 +252,7 @@ def _build_one(
             **sums,
             "longest_sequence": longest,
             "num_dropped_sequences": num_occurrences - sums["num_sequences"],
+            **({"num_run_tokens": int(chunks["num_tokens"].sum())} if config.share_prefixes else {}),
         },
         predictions={
             "cost_model": cost.to_dict(),
@@ -299,16 +301,21 @@ def _check_sizes(
     return num_steps, num_occurrences, longest
 
 
-def _target_masks(analysis: Analysis) -> TargetMask | None:
-    if not analysis.has_tokens:
-        return None
-    tokens, one_at_a_time = analysis.tokens(), threading.Lock()
+def _dataset_of(analysis: Analysis, config: PlanConfig) -> Dataset:
+    """The dataset of `analysis`, whose tokens several threads read."""
+    if not analysis.has_tokens and not config.share_prefixes:
+        return Dataset(analysis.num_tokens, analysis.num_target_tokens, None)
+    reader, one_at_a_time = analysis.tokens(), threading.Lock()
+
+    def tokens_of(sequence_id: int) -> tuple[Int32Array, BoolArray]:
+        with one_at_a_time:
+            return reader(sequence_id)
 
     def mask(sequence_id: int) -> BoolArray:
-        with one_at_a_time:
-            return tokens(sequence_id)[1]
+        return tokens_of(sequence_id)[1]
 
-    return mask
+    shared = tokens_of if config.share_prefixes else None
+    return Dataset(analysis.num_tokens, analysis.num_target_tokens, mask, shared)
 
 
 # Plans a whole dataset, some steps at a time, on several threads.

@@ -194,7 +194,7 @@ class PlanConfig(Options):
     dp: int = option(whole(1, MAX_DP), "Data-parallel ranks.", group=_RANKS, default=1)
     pp: int = option(whole(1, MAX_PP), "Pipeline stages.", group=_RANKS, default=1)
     share_prefixes: bool = option(
-        FLAG, "Run tokens that sequences of a step begin with alike once.", group=Advanced(_DATA), default=False
+        FLAG, "Run tokens that sequences of a step begin with alike once.", group=Advanced(_CHUNKS), default=False
     )
     schedule: str = option(
         SCHEDULE,
@@ -240,7 +240,7 @@ class PlanConfig(Options):
         "Fill the free room in the chunks of split sequences with short ones.",
         group=Advanced(_CHUNKS),
         called="fill-tails",
-        depends=lambda config: config.pp == 1,
+        depends=lambda config: config.pp == 1 and not config.share_prefixes,
         default_words="on one stage",
     )
     packing: str = option(
@@ -345,9 +345,13 @@ class PlanConfig(Options):
                 )
 
     def _check_prefixes(self) -> None:
-        """Refuse what has no order for trees, or cuts nothing where a tree is cut; `auto` is 1f1b."""
+        """Refuse what has no order for trees, or cuts nothing where a tree is cut.
+
+        `auto` is 1f1b, and attention is not kept.
+        """
         if not self.share_prefixes:
             return
+        object.__setattr__(self, "keep_attention", "off")
         if self.schedule == "auto":
             object.__setattr__(self, "schedule", "1f1b")
         if self.schedule not in TREE_SCHEDULES:
@@ -357,6 +361,7 @@ class PlanConfig(Options):
             )
         others = {
             "cp": self.cp != "off",
+            "fill-tails": self.tail_sharing,
             "split none": self.split == "none" and self.micro_batches is None,
             "micro-batches": self.micro_batches is not None,
         }

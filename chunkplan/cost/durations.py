@@ -241,7 +241,7 @@ def whole_pairs(cost: CostModel, num_tokens: IntArray) -> Float64Array:
 
 
 def recompute_ns(
-    cost: CostModel, num_tokens: IntArray, prefix_tokens: IntArray, *, keeps_attention: bool = False
+    cost: CostModel, num_tokens: IntArray, attention_pairs: Float64Array, *, keeps_attention: bool = False
 ) -> Int64Array:
     """Time of what is recomputed of segments whose chunks keep no activations, without overhead; both [n].
 
@@ -250,9 +250,8 @@ def recompute_ns(
     """
     if keeps_attention:
         return whole_ns(cost.shape.num_layers * cost.rates.token * num_tokens.astype(np.float64))
-    pairs = attention_pairs_of(num_tokens, prefix_tokens, cost.shape.attention_patterns)
     tokens = num_tokens.astype(np.float64)
-    forward, _ = cost.rates.of_work(tokens, seen_pairs(cost.rates, tokens, pairs))
+    forward, _ = cost.rates.of_work(tokens, seen_pairs(cost.rates, tokens, attention_pairs))
     return whole_ns(cost.shape.num_layers * forward)
 
 

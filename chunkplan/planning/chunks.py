@@ -13,6 +13,7 @@ from chunkplan.cost.durations import ChunkTimes
 from chunkplan.cost.model import CostModel
 from chunkplan.operations import OPS
 from chunkplan.planfile.chunks import Chunks, empty_chunks, times_of
+from chunkplan.planning.forest import Forest
 from chunkplan.planning.ranks import SLICES, RankAssignment, Sequences
 from chunkplan.planning.splitting import TargetMask, count_part_targets
 
@@ -25,6 +26,7 @@ class ChunkedBlock:
     [num_sequences]: forward and backward of each as a whole, without the overhead of chunks; `times`: those of the
     plan's schedule; `cost_ns`, `recompute_ns` int64 [num_chunks]: the time of each chunk on all model stages, and the
     recomputation in it. `bound_ns` int64 [num_steps]: see `share_sequences`; None where no sequence may be shared.
+    `forest`: the trees among the sequences, each of which counts as one; None where prefixes are not shared.
     """
 
     step_starts: Int64Array
@@ -37,6 +39,7 @@ class ChunkedBlock:
     cost_ns: Int64Array
     recompute_ns: Int64Array
     bound_ns: Int64Array | None
+    forest: Forest | None = None
 
 
 @compiled

@@ -30,10 +30,12 @@ from chunkplan.arrays import Int32Array, Int64Array, offsets_of
 from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.durations import whole_pairs, work_ns
 from chunkplan.cost.model import CostModel
+from chunkplan.errors import UsageError
 from chunkplan.planfile.chunks import Chunks, pairs_of_chunks
 from chunkplan.planfile.schema import PREFIXES, plan_schemas
 from chunkplan.planning.batches import StepBlock, longest_first
 from chunkplan.planning.chunks import ChunkedBlock, add_part_targets, make_chunks, time_chunks
+from chunkplan.planning.forest import grow_forest
 from chunkplan.planning.kept_attention import keep_on_gpu, keep_on_host
 from chunkplan.planning.memory import memory_rates_of
 from chunkplan.planning.ranks import PackingParams, assign_and_pack
@@ -41,6 +43,7 @@ from chunkplan.planning.refine import equalize_chunks, refine_assignment, refine
 from chunkplan.planning.sharing import share_sequences
 from chunkplan.planning.splitting import TargetMask, cut_sequences
 from chunkplan.planning.tables import chunks_table, schedule_table, steps_table
+from chunkplan.planning.trees import TokensOf
 from chunkplan.planning.whole import assign_whole
 from chunkplan.schedule.actions import Actions
 from chunkplan.schedule.families import Scheduled, schedule_ranks
@@ -50,11 +53,15 @@ from chunkplan.schedule.slots import greedy_slots, slot_ops_of, slot_ops_on
 
 @dataclass(frozen=True)
 class Dataset:
-    """Tokens and targets of every sequence, int32 [n]; masks, unless every token but a sequence's first is a target."""
+    """Tokens and targets of every sequence, int32 [n]; masks, unless every token but a sequence's first is a target.
+
+    `tokens_of`: the tokens of a sequence, where prefixes may be shared.
+    """
 
     num_tokens: Int32Array
     num_target_tokens: Int32Array
     mask: TargetMask | None
+    tokens_of: TokensOf | None = None
 
 
 @dataclass(frozen=True)
@@ -91,6 +98,15 @@ def plan_block(
     return predict_block(block, dataset, config, cost, chunked, scheduled)
 
 
+def check_shared(config: PlanConfig, cost: CostModel) -> None:
+    """Raise UsageError where sequences are to share prefixes in a model that does not see these by attention alone."""
+    if config.share_prefixes and cost.shape.is_recurrent:
+        raise UsageError(
+            f"share-prefixes is for attention, and {cost.shape.name} has recurrent layers",
+            hint="leave share-prefixes out",
+        )
+
+
 def chunk_block(
     block: StepBlock,
     dataset: Dataset,
@@ -105,8 +121,14 @@ def chunk_block(
     """
     step_starts = offsets_of(block.sizes)  # [num_steps + 1]
     ids, tokens = longest_first(block, dataset.num_tokens)  # [num_sequences] both
-    necessary_ns = work_ns(cost, tokens, whole_pairs(cost, tokens))  # [num_sequences]
+    pairs, forest = whole_pairs(cost, tokens), None
+    if config.share_prefixes and dataset.tokens_of is not None:
+        forest = grow_forest(step_starts, ids, tokens, dataset.tokens_of, config, cost)
+        step_starts, ids, tokens, pairs = forest.step_starts, forest.ids, forest.tokens, forest.pairs
+    necessary_ns = work_ns(cost, tokens, pairs)  # [num_sequences]
     sequences = cut_sequences(tokens, necessary_ns, config, cost)
+    if forest is not None:
+        sequences = forest.cut(sequences, config.chunk_size)
 
     params = PackingParams(
         dp=config.dp,
@@ -115,7 +137,7 @@ def chunk_block(
         forward_equivalents=cost.forward_equivalents,
         tail_sharing=config.tail_sharing,
     )
-    bound_ns = None
+    bound_ns = None if forest is None else forest.bound_ns
     if config.cp != "off":
         shares, bound_ns = share_sequences(step_starts, sequences, necessary_ns, config, cost)
         sequences = cut_sequences(tokens, necessary_ns, config, cost, shares)
@@ -140,14 +162,16 @@ def chunk_block(
     if config.equal_chunks:
         equalize_chunks(step_starts, sequences, assignment)
 
-    targets = dataset.num_target_tokens[ids]  # [num_sequences]
+    targets = dataset.num_target_tokens[ids] if forest is None else forest.targets(dataset.num_target_tokens)
     chunks = make_chunks(step_starts, sequences, assignment, ids, targets, config.cp != "off")
-    add_part_targets(chunks, config.dp, dataset.mask)
+    add_part_targets(chunks, config.dp, dataset.mask if forest is None else forest.mask_of(dataset.mask))
+    if forest is not None:
+        chunks = forest.spread(chunks)
     chunks = chunks._replace(attention_pairs=pairs_of_chunks(chunks, cost.shape.attention_patterns))
     keep_on_host(chunks, config, cost)
     times, cost_ns, recompute_ns = time_chunks(chunks, config, cost)  # [num_chunks] the last two
     return ChunkedBlock(
-        step_starts, ids, necessary_ns, sequences, assignment, chunks, times, cost_ns, recompute_ns, bound_ns
+        step_starts, ids, necessary_ns, sequences, assignment, chunks, times, cost_ns, recompute_ns, bound_ns, forest
     )
 
 
@@ -202,12 +226,13 @@ def predict_block(
     held = memory_rates_of(config, cost)
     moments, ranks = highest_peak(peak_snapshots(chunked.chunks, scheduled.actions, held), held)
     tables = {
-        "steps": steps_table(block, chunked, scheduled, dataset.num_target_tokens[chunked.ids], cost.chunk_ns),
+        "steps": steps_table(block, chunked, scheduled, dataset.num_tokens, dataset.num_target_tokens, cost.chunk_ns),
         "chunks": chunks_table(plan_schemas(config.entries())["chunks"], block.first_step, config.dp, chunked.chunks),
         "schedule": schedule_table(
             block.first_step, config.dp, config.pp, scheduled.actions, scheduled.stage_end, slots
         ),
     }
     if config.share_prefixes:
-        tables["prefixes"] = PREFIXES.empty_table()
+        forest = chunked.forest
+        tables["prefixes"] = PREFIXES.empty_table() if forest is None else forest.prefixes_table(block.first_step)
     return Planned(tables, chunked.chunks, moments, block.first_step * config.dp + ranks)

@@ -37,17 +37,26 @@ def cut_sequences(
     keeps = index >= np.repeat(num_parts - k, num_parts)  # [num_parts]
     part_tokens = stops - starts  # [num_parts]
     pairs = attention_pairs_of(part_tokens, starts, cost.shape.attention_patterns)
-    seen = seen_pairs(cost.rates, part_tokens.astype(np.float64), pairs)
-    part_ns = work_ns(cost, part_tokens, seen) + cost.chunk_ns
-    kept = config.keep_attention != "off"
-    again = recompute_ns(cost, part_tokens[~keeps], starts[~keeps], keeps_attention=kept)
-    part_ns[~keeps] += again + cost.chunk_overhead_ns
+    part_ns, again_ns = times_of_parts(part_tokens, pairs, config, cost)
+    part_ns[~keeps] += again_ns[~keeps]
     work[split] = sum_runs(part_ns, offsets_of(num_parts))
     is_shared = shares.size > 1
     work[is_shared] = shares.work[is_shared]
     parts = np.zeros(tokens.size + 1, np.int64)
     parts[split + 1] = num_parts
     return Sequences(tokens, work, np.cumsum(parts), part_tokens, keeps, shares.size, shares.heads, shares.first_rank)
+
+
+def times_of_parts(
+    tokens: Int64Array, pairs: Float64Array, config: PlanConfig, cost: CostModel
+) -> tuple[Int64Array, Int64Array]:
+    """The time of parts with `tokens` and attention `pairs` in chunks of their own, in ns; all [num_parts].
+
+    That of forward and backward, and of what those run again that keep no activations.
+    """
+    seen = seen_pairs(cost.rates, tokens.astype(np.float64), pairs)
+    again = recompute_ns(cost, tokens, pairs, keeps_attention=config.keep_attention != "off")
+    return work_ns(cost, tokens, seen) + cost.chunk_ns, again + cost.chunk_overhead_ns
 
 
 def max_chunk_tokens(chunk_size: int, num_ranks: Int64Array) -> Int64Array:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from chunkplan.arrays import Int8Array, Int32Array, Int64Array, sum_runs
+from chunkplan.arrays import Int8Array, Int32Array, Int64Array, offsets_of, sum_runs
 from chunkplan.errors import UsageError
 from chunkplan.operations import KEPT_ATTENTION, OPS
 from chunkplan.planfile.chunks import Chunks
@@ -24,10 +24,15 @@ _OVER_SHARE = 1.001
 
 
 def steps_table(
-    block: StepBlock, chunked: ChunkedBlock, scheduled: Scheduled, target_tokens: Int32Array, chunk_ns: int
+    block: StepBlock,
+    chunked: ChunkedBlock,
+    scheduled: Scheduled,
+    num_tokens: Int32Array,
+    num_target_tokens: Int32Array,
+    chunk_ns: int,
 ) -> pa.Table:
-    """Rows of `steps`; `target_tokens`: of each sequence [num_sequences]; `chunk_ns`: what a chunk costs beside its
-    tokens.
+    """Rows of `steps`; `num_tokens`, `num_target_tokens`: of each sequence of the dataset; `chunk_ns`: what a chunk
+    costs beside its tokens.
 
     A rank takes what its chunks cost, and is done when its last stage is.
     """
@@ -48,9 +53,9 @@ def steps_table(
         STEPS,
         step=_int32(np.arange(block.first_step, block.first_step + num_steps)),
         epoch=np.full(num_steps, block.epoch, np.int32),
-        num_sequences=_int32(np.diff(chunked.step_starts)),
-        num_tokens=np.add.reduceat(sequences.tokens, starts),
-        num_target_tokens=np.add.reduceat(target_tokens.astype(np.int64), starts),
+        num_sequences=_int32(block.sizes),
+        num_tokens=sum_runs(num_tokens[block.sequence_ids].astype(np.int64), offsets_of(block.sizes)),
+        num_target_tokens=sum_runs(num_target_tokens[block.sequence_ids].astype(np.int64), offsets_of(block.sizes)),
         num_chunks=_int32(num_chunks),
         chunks_lower_bound=_int32(bound),
         packing_lower_bound=_int32(np.maximum(assignment.rank_bound.sum(axis=1), bound)),

@@ -83,13 +83,23 @@ def state_aware_1f1b(
 
 @compiled
 def _backward_order(chunks: Chunks) -> Int64Array:
-    """Chunks in order, those of a group descending: int64 [n]."""
-    order = np.empty(chunks.group_id.size, np.int64)  # [n]
-    start = 0
+    """Chunks in order, each of a group once those that depend on it are done: int64 [n].
+
+    That is descending where all depend on those before them. In a tree the chunks of a branch are done before the next
+    branch begins: they lie on a stack, from which those are taken that nothing more depends on.
+    """
+    order, stack = np.empty(chunks.group_id.size, np.int64), np.empty(chunks.group_id.size, np.int64)  # [n]
+    start = done = 0
     while start < order.size:
         stop = unit_end(chunks.group_id, start)
+        height = 0
         for chunk in range(start, stop):
-            order[chunk] = start + stop - 1 - chunk
+            stack[height] = chunk
+            height += 1
+            while height > 0 and chunks.last_dependent[stack[height - 1]] <= chunk - start:
+                height -= 1
+                order[done] = stack[height]
+                done += 1
         start = stop
     return order
 

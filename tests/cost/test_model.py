@@ -303,11 +303,11 @@ def test_a_mixture_costs_what_a_token_meets_and_ramps_up_on_all_its_weights() ->
 def test_work_is_forward_and_backward_and_utilisation_counts_six_flops_a_parameter() -> None:
     cost = plain_cost()
     tokens = np.array([100, 50_000])
-    prefix = np.zeros(2, np.int64)
-    work = work_ns(cost, tokens, attention_pairs_of(tokens, prefix))
+    pairs = attention_pairs_of(tokens, np.zeros(2, np.int64))
+    work = work_ns(cost, tokens, pairs)
     head = cost.rates.head * tokens
     sums = cost.rates.sums.head.token * tokens  # of the head: a block of tokens at a time
-    assert work == pytest.approx(3 * (recompute_ns(cost, tokens, prefix) + head) + sums, abs=3)
+    assert work == pytest.approx(3 * (recompute_ns(cost, tokens, pairs) + head) + sums, abs=3)
     assert cost.model_flops(1.0, 0.0) == pytest.approx(6 * (QWEN2_5_7B.num_parameters - 3584 * 152064))
     flops = [cost.model_flops(float(t), float(t * t)) for t in tokens]
     utilisation = np.array(flops) / (work * 1e-9 * cost.hardware.peak_flops)
