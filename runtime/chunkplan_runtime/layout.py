@@ -14,7 +14,7 @@ from functools import cached_property, lru_cache
 from itertools import accumulate
 from math import gcd
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pyarrow as pa
 import torch
@@ -29,6 +29,9 @@ from chunkplan.planfile.plan import VALIDATE_HINT, Chunk, Plan, PlanStep
 from chunkplan.planfile.schema import SHARED_CHUNKS
 from chunkplan.planfile.tables import read_table
 from chunkplan.quantities import counted
+
+if TYPE_CHECKING:
+    from chunkplan_runtime.trees import TreePart
 
 # Newer names of the same; the old ones warn.
 all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -218,7 +221,7 @@ def choose_layout(
 class Span(NamedTuple):
     """A segment: tokens [start, stop) of a sequence of `length`, which are [chunk_start, chunk_stop) of its chunk.
 
-    `group_id` is that of the chunk.
+    `group_id` is that of the chunk. With a `tree` tokens are those of that, named by its first sequence.
     """
 
     sequence_id: int
@@ -227,6 +230,7 @@ class Span(NamedTuple):
     length: int
     chunk_start: int
     group_id: int | None = None
+    tree: TreePart | None = None
 
     @property
     def chunk_stop(self) -> int:
@@ -243,6 +247,8 @@ class Span(NamedTuple):
 
         A sequence has a tile every so many tokens.
         """
+        if self.tree is not None:
+            return self.tree.first_seen(window, tile)
         if tile is not None:
             return self.start // tile * tile
         return 0 if window is None else max(0, self.start - window + 1)

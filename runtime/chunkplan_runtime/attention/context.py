@@ -17,6 +17,7 @@ from chunkplan_runtime.attention.kernels import Kernels
 from chunkplan_runtime.kv.host_memory import HostTensor, HostTensors
 from chunkplan_runtime.kv.store import KVStore
 from chunkplan_runtime.layout import Run, SharedPart, Span
+from chunkplan_runtime.trees import TreePart
 
 if TYPE_CHECKING:
     from chunkplan_runtime.attention.latents import ExpandedLatents
@@ -67,10 +68,10 @@ class KeptResults:
 
 @dataclass(frozen=True)
 class TokenRange:
-    """Tokens [start, stop) of a chunk: a part of a split sequence, or whole sequences with `borders` from 0 on.
+    """Tokens [start, stop) of a chunk: a part, or whole sequences with `borders` from 0 on, or a whole tree.
 
     `runs`: which tokens of the sequence a part's are here, [start, stop) each and one after another; those of all of it
-    unless its pages are shared.
+    unless its pages are shared. `tree`: the part of a tree that they are, or all of one.
     """
 
     start: int
@@ -78,6 +79,7 @@ class TokenRange:
     part: Span | None = None
     runs: tuple[Run, ...] = ()
     borders: tuple[int, ...] | None = None
+    tree: TreePart | None = None
 
 
 @dataclass
@@ -146,12 +148,12 @@ class ChunkContext:
                 return [TokenRange(0, num_tokens, part=self.shared.span, runs=self.shared.runs)]
             return [TokenRange(0, num_tokens, borders=(0, num_tokens))]
         ranges: list[TokenRange] = []
-        for is_split, group in groupby(self.spans, key=lambda span: span.is_split):
+        for is_alone, group in groupby(self.spans, key=lambda span: span.is_split or span.tree is not None):
             spans = [*group]
-            if is_split:
-                ranges += [
-                    TokenRange(span.chunk_start, span.chunk_stop, span, ((span.start, span.stop),)) for span in spans
-                ]
+            if is_alone:
+                for span in spans:
+                    part, runs = (span, ((span.start, span.stop),)) if span.is_split else (None, ())
+                    ranges.append(TokenRange(span.chunk_start, span.chunk_stop, part, runs, tree=span.tree))
             else:
                 start = spans[0].chunk_start
                 borders = (0, *(span.chunk_stop - start for span in spans))

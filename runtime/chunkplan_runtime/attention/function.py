@@ -1,7 +1,8 @@
 """Attention over one chunk, exact whatever the chunk holds: whole sequences, a part of a split one, or both.
 
 Whole sequences attend to themselves, all that lie side by side in one call. A part attends to the pages of its
-sequence in the `KVStore`, its own among them; the results are merged by their LSE. Autograd saves what belongs to
+sequence in the `KVStore`, its own among them; the results are merged by their LSE. So does a part of a tree, and a
+whole tree to its own keys and values, as to one page. Autograd saves what belongs to
 the chunk and never the prefix, so that a chunk in flight costs the same memory wherever it lies in its sequence.
 """
 
@@ -20,7 +21,7 @@ from chunkplan_runtime.attention.context import Attend, ChunkContext, KeptResult
 from chunkplan_runtime.attention.kernel import AttentionKernel, Form, merge
 from chunkplan_runtime.attention.latents import Expand
 from chunkplan_runtime.devices import wide
-from chunkplan_runtime.kv.pages import KVBlock, KVRequest, rows
+from chunkplan_runtime.kv.pages import KVBlock, KVRequest, rows, zeros_wide
 from chunkplan_runtime.layout import Run
 
 
@@ -114,13 +115,20 @@ class ChunkAttention(torch.autograd.Function):
             here = slice(tokens.start, tokens.stop)
             of_queries = rows((grad_out, given[0], out, lse), here)
             places: tuple[int, ...] = (0, 1, 2)
-            if tokens.part is None:
+            if tokens.part is None and tokens.tree is None:
                 pair, form = rows((given[1], given[2]), here), attention.form(context.causal, tokens.borders)
                 of_range = attention.kernel.backward(*of_queries[:2], *pair, *of_queries[2:], form)
+            elif tokens.part is None:
+                pair = rows((given[1], given[2]), here)
+                block = KVBlock(0, pair[0].size(2), pair, tuple(map(zeros_wide, pair)))
+                whole = attention._replace(expand=None)
+                of_range = _attend_backward(tokens, iter([block]), whole, of_weights, of_queries), *block.gradients
             else:
                 own = rows(tuple(given[place] for place in of_kept), here)
                 request = KVRequest(own, with_gradients=True, takes_own=not attention.borrows)
-                grad_query = _attend_backward(tokens, context, attention, request, of_weights, of_queries)
+                first_seen = tokens.part.first_seen(attention.window, attention.tile)
+                blocks = context.store.blocks(tokens.part, attention.layer, first_seen, request)
+                grad_query = _attend_backward(tokens, blocks, attention, of_weights, of_queries)
                 of_range = grad_query, *request.gradients
                 places = (0, *of_kept) if request.gradients else (0,)
             for place, gradient in zip(places, of_range, strict=True):
@@ -172,18 +180,22 @@ def _attend_to_range(
 ) -> tuple[Tensor, Tensor]:
     """out [1, heads, num_queries, value_dim] and lse [1, heads, num_queries] of a range of the chunk's tokens."""
     query, key, value, *latents = rows(tuple(given), slice(tokens.start, tokens.stop))
-    part = tokens.part
-    if part is None:
+    part, expand, blocks = tokens.part, attention.expand, iter([KVBlock(0, query.size(2), (key, value))])
+    if part is None and tokens.tree is None:
         return attention.kernel.forward(query, key, value, attention.form(context.causal, tokens.borders))
-    kept = tuple(latents) or (key, value)  # what pages keep of the part
-    if not attention.borrows:
-        context.store.write(part, attention.layer, kept, by_parts=bool(latents))
+    if part is None:
+        expand = None
+    else:
+        kept = tuple(latents) or (key, value)  # what pages keep of the part
+        if not attention.borrows:
+            context.store.write(part, attention.layer, kept, by_parts=bool(latents))
+        first_seen = part.first_seen(attention.window, attention.tile)
+        blocks = context.store.blocks(part, attention.layer, first_seen, KVRequest(kept))
     out = lse = query  # until there are some
     seen = 0  # queries have seen a block; the first one has the part's own tokens, of which each sees some
-    first_seen = part.first_seen(attention.window, attention.tile)
-    for block in context.store.blocks(part, attention.layer, first_seen, KVRequest(kept)):
-        pair = block.tensors if attention.expand is None else attention.expand(block.tensors)
-        for queries, keys, form in _visible(block, tokens.runs, attention):
+    for block in blocks:
+        pair = block.tensors if expand is None else expand(block.tensors)
+        for queries, keys, form in _visible(block, tokens, attention):
             block_key, block_value = rows(pair, keys)
             found = attention.kernel.forward(rows((query,), queries)[0], block_key, block_value, form)
             del block_key, block_value  # before there is another block
@@ -204,20 +216,17 @@ def _attend_to_range(
 
 def _attend_backward(
     tokens: TokenRange,
-    context: ChunkContext,
+    blocks: Iterator[KVBlock],
     attention: LayerAttention,
-    request: KVRequest,
     of_weights: list[Tensor | None],
     of_queries: tuple[Tensor, ...],  # the gradient of out, the queries, out and lse
 ) -> Tensor:
-    """Gradients of a part's queries. `request` gets those of what pages keep of it, from all parts of the sequence."""
-    part, expand, (_, query, _, lse) = tokens.part, attention.expand, of_queries
-    assert part is not None
+    """Gradients of the queries of a range that sees `blocks`; adds to those of what the blocks have."""
+    expand, (_, query, _, lse) = attention.expand, of_queries
     grad_query: Tensor | None = None  # [1, heads, num_queries, head_dim]
-    first_seen = part.first_seen(attention.window, attention.tile)
-    for block in context.store.blocks(part, attention.layer, first_seen, request):
+    for block in blocks:
         with nullcontext(block) if expand is None else expand.expanded(block, of_weights) as pair:
-            for queries, keys, form in _visible(block, tokens.runs, attention):
+            for queries, keys, form in _visible(block, tokens, attention):
                 grad_rows, query_rows, out_rows, lse_rows = rows(of_queries, queries)
                 key_rows, value_rows = rows(pair.tensors, keys)
                 add_query, *added = attention.kernel.backward(
@@ -236,12 +245,17 @@ def _attend_backward(
     return grad_query
 
 
-def _visible(block: KVBlock, runs: Sequence[Run], attention: LayerAttention) -> Iterator[tuple[slice, slice, Form]]:
+def _visible(block: KVBlock, tokens: TokenRange, attention: LayerAttention) -> Iterator[tuple[slice, slice, Form]]:
     """Queries that see any of a block, the keys of it that they see, and how; all that are in no other triple.
 
-    Queries are tokens of the sequence in `runs`, [start, stop) each. A block may begin and end within a run.
+    Queries are those of a range: tokens of the sequence in runs, or of a tree. A block may begin and end within a run.
     """
-    for start, stop, offset in attention.queries(runs):
+    if tokens.tree is not None:
+        own = attention.form(causal=True)
+        for queries, keys, reach, borders in tokens.tree.visible(block.start, block.stop, own.reach, attention.tile):
+            yield queries, keys, own._replace(causal=borders is not None, reach=reach, borders=borders)
+        return
+    for start, stop, offset in attention.queries(tokens.runs):
         unseen = max(0, start // attention.tile * attention.tile - block.start) if attention.tile else 0
         first, last = max(start, block.start), min(stop, block.stop)
         if first < last:

@@ -190,8 +190,7 @@ class RankExecutor:
                     weights = hidden.new_ones(len(hidden), dtype=wide(hidden.dtype))
                     losses[action.chunk_id], _ = loss(self.model.head, hidden, tensors.labels, weights)
                 for span in tensors.parts:
-                    if span.stop == span.length:
-                        self.stores[action.virtual_stage].drop(span)
+                    self.stores[action.virtual_stage].finish_forward(span)
             collectives(None)
         self.model.current.context = None
         return losses
@@ -280,6 +279,8 @@ class RankExecutor:
             if isinstance(begin, Tensor):
                 if isinstance(weight, float):
                     loss, weights = self._loss, begin.new_full((len(begin),), weight, dtype=wide(begin.dtype))
+                    if tensors.counts is not None:
+                        weights *= tensors.counts.to(weights.device, non_blocking=True)
                 else:
                     weights = weight[chunk_id]
                     loss = cross_entropy() if weights.ndim == 1 else entropies

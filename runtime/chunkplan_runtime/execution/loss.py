@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -179,8 +180,13 @@ def rank_loss(work: RankWork, losses: dict[int, Tensor], num_target_tokens: int)
     if not order:
         return RankLoss(0.0, [])
     by_token = torch.cat([losses[chunk_id] for chunk_id in order]).double().cpu().numpy()
-    is_target = torch.cat([work.tensors[chunk_id].labels for chunk_id in order]).numpy() != NO_TARGET
-    spans = [span for chunk_id in order for span in work.tensors[chunk_id].spans]
+    tensors = [work.tensors[chunk_id] for chunk_id in order]
+    is_target = torch.cat([each.labels for each in tensors]).numpy() != NO_TARGET
+    if any(each.begun for each in tensors):
+        firsts = accumulate((len(each.labels) for each in tensors), initial=0)
+        rows = torch.cat([each.rows + first for each, first in zip(tensors, firsts, strict=False)]).numpy()
+        by_token, is_target = by_token[rows], is_target[rows]
+    spans = [span for each in tensors for span in each.of_sequences]
     lengths = np.array([span.stop - span.start for span in spans])  # [num_spans]
     starts = np.cumsum(lengths) - lengths
     sequence_ids, which = np.unique([span.sequence_id for span in spans], return_inverse=True)

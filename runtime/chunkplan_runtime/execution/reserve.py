@@ -70,7 +70,7 @@ def _replay_accesses(
 ) -> None:
     """Replay on pages the accesses of a layer with this window, or full attention; they keep tensors `like` these.
 
-    Without gradients a sequence is dropped after the forward of its last part.
+    Without gradients pages are given back as no later part attends to them.
     """
     for op, tensors in actions:
         for span in tensors.parts:
@@ -81,8 +81,8 @@ def _replay_accesses(
             else:
                 store.start_forward(span, tensors.shared)
                 store.write(span, 0, like)
-                if not with_gradients and span.stop == span.length:
-                    store.drop(span)
+                if not with_gradients:
+                    store.finish_forward(span)
 
 
 class _DryRun(HostMemory):

@@ -102,7 +102,7 @@ def step_weights(
     parts = torch.split(derivatives[places], [len(each) for each in rows])
     for (rank, chunk_id), chunk, of_rows, part in zip(chunks, tensors, rows, parts, strict=True):
         weights[rank][chunk_id] = part.new_zeros(len(chunk.labels), *part.shape[1:])
-        weights[rank][chunk_id][of_rows.to(device)] = part
+        weights[rank][chunk_id].index_add_(0, of_rows.to(device), part)
     return value.item(), weights
 
 
@@ -129,14 +129,16 @@ def target_columns(works: Sequence[RankWork], losses: Sequence[OfChunks]) -> Col
 
 
 def _target_rows(tensors: ChunkTensors) -> Tensor:
-    return torch.nonzero(tensors.labels != NO_TARGET).flatten()  # on the CPU
+    """Tokens of a chunk that predict targets, each as often as sequences have it: int64 [n] on the CPU."""
+    return tensors.rows[tensors.labels[tensors.rows] != NO_TARGET]
 
 
 def _columns(tensors: ChunkTensors, losses: Tensor) -> Columns:
-    rows = _target_rows(tensors)
-    ids = np.repeat([span.sequence_id for span in tensors.spans], [span.stop - span.start for span in tensors.spans])
+    rows, spans = _target_rows(tensors), tensors.of_sequences
+    ids = np.repeat([span.sequence_id for span in spans], [span.stop - span.start for span in spans])
     positions = tensors.position_ids[0, rows].numpy().astype(np.int64) + 1
-    return ids[rows.numpy()], positions, losses[rows.to(losses.device)].cpu().numpy()
+    is_target = (tensors.labels[tensors.rows] != NO_TARGET).numpy()
+    return ids[is_target], positions, losses[rows.to(losses.device)].cpu().numpy()
 
 
 def _joined(parts: Sequence[Columns]) -> Columns:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, TypeVar
@@ -36,6 +37,7 @@ from chunkplan_runtime.layout import (
     refuse_other_replicas,
     shared_part,
 )
+from chunkplan_runtime.trees import Prefixes, join_trees
 
 T = TypeVar("T")
 
@@ -62,7 +64,8 @@ class ChunkTensors:
 
     Labels are shifted already: entry i is the token that position i predicts, or `NO_TARGET`. A zero-loss chunk is one
     padding token that predicts nothing. Of a chunk that other processes have slices of, `spans` are those of this one,
-    and `shared` is the whole.
+    and `shared` is the whole. Of a chunk with trees, `joined` are the spans with each tree, or part of one, as one; and
+    `begun` those of sequences that begin with tokens of others here.
     """
 
     input_ids: Tensor
@@ -70,12 +73,34 @@ class ChunkTensors:
     labels: Tensor
     spans: tuple[Span, ...]
     shared: SharedPart | None = None
+    joined: tuple[Span, ...] = ()
+    begun: tuple[Span, ...] = ()
+
+    @property
+    def attended(self) -> tuple[Span, ...]:
+        """The spans in which attention takes the chunk."""
+        return self.joined or self.spans
+
+    @property
+    def of_sequences(self) -> tuple[Span, ...]:
+        """All spans of sequences, of which several may have the same tokens of a tree."""
+        return *self.spans, *self.begun
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """The tokens of the chunk in `of_sequences`, one span after another: int64 [n]."""
+        return torch.cat([torch.arange(span.chunk_start, span.chunk_stop) for span in self.of_sequences])
+
+    @cached_property
+    def counts(self) -> Tensor | None:
+        """The number of sequences that have each token [num_tokens]; None where all have one."""
+        return torch.bincount(self.rows, minlength=len(self.labels)) if self.begun else None
 
     @property
     def parts(self) -> list[Span]:
         """The parts of sequences whose keys and values other chunks, or other processes, need."""
         if self.shared is None:
-            return [span for span in self.spans if span.is_split]
+            return [span for span in self.attended if span.is_split]
         return [self.shared.span] if self.shared.span.is_split or self.shared.is_paged else []
 
 
@@ -244,7 +269,7 @@ class PlanStream(IterableDataset[StepWork]):
                 _check_words(step, dp_rank)
                 check_sharing(step, dp_rank)
                 _check_links(step, dp_rank, self._layout)
-            ranks = [self._with_tensors(work, reader) for work in self._work_of(step, dp_ranks)]
+            ranks = [self._with_tensors(work, reader, step.prefixes) for work in self._work_of(step, dp_ranks)]
             reduces_early = self._plan.config.cp == "off" or may_reduce(self._last_chunks(step))
             yield StepWork(step, ranks, self._plan, reduces_early)
 
@@ -264,9 +289,13 @@ class PlanStream(IterableDataset[StepWork]):
         works = [[work for work in self._work_of(step, row) if work.actions] for row in rows]
         return [each[-1].chunks.get(each[-1].actions[-1].chunk_id) if each else None for each in works]
 
-    def _with_tensors(self, work: RankWork, reader: TokenReader) -> RankWork:
-        how = reader.gather, self._lengths, self._vocab_size, self._plan.path
-        tensors = chunk_tensors([*work.chunks.values()], *how)
+    def _with_tensors(self, work: RankWork, reader: TokenReader, prefixes: Prefixes) -> RankWork:
+        chunks, how = [*work.chunks.values()], (reader.gather, self._lengths, self._vocab_size, self._plan.path)
+        tensors = chunk_tensors(chunks, *how)
+        spans = {chunk_id: each.spans for chunk_id, each in tensors.items()}
+        for chunk_id, (joined, begun) in join_trees(chunks, spans, prefixes).items() if prefixes else ():
+            tensors[chunk_id] = replace(tensors[chunk_id], joined=joined, begun=begun)
+            self._compare_begun(tensors[chunk_id], reader)
         shared = [chunk for chunk in work.chunks.values() if chunk.cp_size > 1]
         parts: dict[int | None, list[Run]] = {}  # by its group, where each chunk of a shared sequence lies in it
         for chunk in shared:
@@ -275,6 +304,28 @@ class PlanStream(IterableDataset[StepWork]):
             part = shared_part(chunk, parts[chunk.group_id], work.dp_rank)
             tensors[chunk.chunk_id] = replace(tensors[chunk.chunk_id], shared=part)
         return replace(work, tensors=tensors)
+
+    def _compare_begun(self, tensors: ChunkTensors, reader: TokenReader) -> None:
+        """Refuse sequences that begin with tokens of others in a chunk, where these are not their own tokens."""
+        if not tensors.begun:
+            return
+        columns = zip(*((span.sequence_id, span.start, span.stop) for span in tensors.begun), strict=True)
+        sequence_ids, starts, stops = map(np.array, columns)
+        self._lengths(sequence_ids, starts, stops + 1)
+        input_ids, _ = reader.gather(sequence_ids, starts, stops)
+        next_ids, next_target = reader.gather(sequence_ids, starts + 1, stops + 1)
+        rows = tensors.rows[-len(input_ids) :]
+        same = tensors.input_ids[0, rows].numpy() == input_ids
+        same &= tensors.labels[rows].numpy() == np.where(next_target, next_ids, NO_TARGET)
+        for wrong in np.flatnonzero(~same)[:1]:
+            place = int(np.searchsorted(np.cumsum(stops - starts), wrong, side="right"))
+            span, token = tensors.begun[place], int(tensors.position_ids[0, rows[wrong]])
+            raise DataError(
+                f"sequence {span.sequence_id} differs at token {token}, or in which of token {token + 1} is a target, "
+                f"from the one whose tokens {span.start} to {span.stop} the plan takes for its own",
+                where=self._analysis.place(span.sequence_id),
+                hint="build the plan again",
+            )
 
     def _lengths(self, sequence_ids: Int64Array, starts: Int64Array, stops: Int64Array) -> Int64Array:
         """The lengths of the sequences, after a check that the analysis has them with the hashes of the plan."""
@@ -358,7 +409,7 @@ def _pinned(work: RankWork) -> RankWork:
     tensors = {}
     for chunk_id, each in work.tensors.items():
         input_ids, position_ids, labels = map(pinned, (each.input_ids, each.position_ids, each.labels))
-        tensors[chunk_id] = ChunkTensors(input_ids, position_ids, labels, each.spans, each.shared)
+        tensors[chunk_id] = replace(each, input_ids=input_ids, position_ids=position_ids, labels=labels)
     return replace(work, tensors=tensors)
 
 

@@ -3,7 +3,8 @@
 A sequence takes pages as its parts run forward and gives them back as they have done their backward; one that occurs
 twice in a step is two groups and is kept twice. Writes go to the slice of the part, so that writing twice (forward,
 then recompute) changes nothing. The gradient of a part's KV is the sum of what all later parts sent to it: it is
-complete when, and only when, backwards run in descending order, which is checked.
+complete when, and only when, backwards run in descending order, which is checked. A tree is kept as one sequence, of
+which a part has its backward after those that attend to it, and a page is of one part.
 
 Of pages that several processes share, each keeps its own tokens, and fetches those of the others (`GatheredMemory`).
 """
@@ -20,7 +21,7 @@ from torch import Tensor
 from chunkplan.errors import DataError
 from chunkplan_runtime.devices import wide
 from chunkplan_runtime.kv.pages import KVBlock, KVRequest, Page, PageMemory, PageSlice
-from chunkplan_runtime.layout import Exchanges, Pending, SharedPart, Span
+from chunkplan_runtime.layout import Exchanges, Pending, Run, SharedPart, Span
 
 
 @dataclass
@@ -34,6 +35,10 @@ class _Sequence:
     state_gradients: dict[int, dict[Any, Tensor]] = field(default_factory=dict)
     forwarded: int = 0  # tokens [0, forwarded) have their KV here
     complete_from: int = 0  # tokens [complete_from, length) have begun or done their backward
+    #: Of a tree, where parts begin: those that have begun or done their backward; and by the tokens of each part the
+    #: last that attends to it.
+    complete: set[int] = field(default_factory=set)
+    last_dependents: dict[Run, int] = field(default_factory=dict)
 
 
 class KVStore:
@@ -64,6 +69,8 @@ class KVStore:
                 memory, page_tokens = GatheredMemory(memory, shared, self.exchanges), 1
             elif shared is not None:
                 page_tokens *= len(shared.heads)  # of as many times fewer heads
+            elif span.tree is not None:
+                page_tokens = 1
             sequence = _Sequence(span.length, memory, page_tokens, complete_from=span.length)
             self._sequences[span.occurrence] = sequence
         if span.start > sequence.forwarded:
@@ -73,22 +80,31 @@ class KVStore:
     def start_backward(self, span: Span) -> None:
         """Begin the backward of a part; raises DataError where a later part has had none, or this one has."""
         sequence = self._sequences.get(span.occurrence)
-        if sequence is None or span.stop != sequence.complete_from:
+        is_next = sequence is not None and span.stop == sequence.complete_from
+        if sequence is not None and span.tree is not None:
+            is_next = span.start not in sequence.complete and sequence.complete.issuperset(span.tree.dependents)
+        if sequence is None or not is_next:
             raise _out_of_order(span, "backward", "a later part has none yet, or this one had its own")
         sequence.complete_from = span.start
+        sequence.complete.add(span.start)
 
     def finish_backward(self, span: Span) -> None:
         """End the backward of a part: pages that no earlier part is in are given back."""
-        sequence = self._sequences[span.occurrence]
-        for pages in sequence.layers.values():
-            while pages and pages[-1].start >= span.start:
-                sequence.memory.give_back(pages.pop())
+        _give_back(self._sequences[span.occurrence], span.start, span.stop)
         if span.start == 0:
             del self._sequences[span.occurrence]
 
-    def drop(self, span: Span) -> None:
-        """Give back all pages of a sequence, where no backward will follow."""
-        self.finish_backward(span._replace(start=0))
+    def finish_forward(self, span: Span) -> None:
+        """End the forward of a part, where no backwards will follow: pages no later part attends to are given back."""
+        sequence = self._sequences[span.occurrence]
+        if span.stop == span.length:
+            _give_back(sequence, 0, span.length)
+            del self._sequences[span.occurrence]
+        elif span.tree is not None:
+            sequence.last_dependents[span.start, span.stop] = max(span.tree.dependents, default=span.start)
+            for run, last in sequence.last_dependents.items():
+                if last <= span.start:
+                    _give_back(sequence, *run)
 
     def write(self, span: Span, layer: int, tensors: tuple[Tensor, ...], *, by_parts: bool = False) -> None:
         """Keep the KV of a part, or what this process has of it: [1, heads, num_tokens, dim] each.
@@ -136,12 +152,12 @@ class KVStore:
     def _slices(self, span: Span, layer: int, start: int) -> tuple[PageMemory, list[PageSlice]]:
         sequence = self._sequences[span.occurrence]
         pages = sequence.layers[layer]
-        stops = [*(page.start for page in pages[1:]), span.length]
-        slices = [
-            PageSlice(page, max(page.start, start), min(stop, span.stop), span.start)
-            for page, stop in zip(pages, stops, strict=True)
-            if page.start < span.stop and stop > start
-        ]
+        nexts = [*(page.start for page in pages[1:]), span.length]
+        slices = []
+        for page, following in zip(pages, nexts, strict=True):
+            first, stop = max(page.start, start), min(following, page.start + page.capacity, span.stop)
+            if first < stop and (span.tree is None or span.tree.sees(first, stop)):
+                slices.append(PageSlice(page, first, stop, span.start))
         return sequence.memory, [slices[-1], *slices[:-1]]
 
     def keep_states(self, span: Span, states: dict[Any, Tensor]) -> None:
@@ -161,6 +177,15 @@ class KVStore:
     def take_state_gradients(self, span: Span) -> dict[Any, Tensor]:
         """The gradients of the states that a part left, from the part after; none of the last part."""
         return self._sequences[span.occurrence].state_gradients.pop(span.stop, {})
+
+
+def _give_back(sequence: _Sequence, start: int, stop: int) -> None:
+    """Give back the pages that begin in the tokens [start, stop)."""
+    for pages in sequence.layers.values():
+        for page in pages:
+            if start <= page.start < stop:
+                sequence.memory.give_back(page)
+        pages[:] = [page for page in pages if not start <= page.start < stop]
 
 
 def _out_of_order(span: Span, what: str, why: str) -> DataError:

@@ -158,7 +158,7 @@ class CausalLM:
 
         def run(own: ChunkTensors, its_inputs: Tensor | None, its_seed: int | None, cache: StateCache | None) -> Tensor:
             how = self.kernels, self.is_causal, its_seed, own.shared
-            self.current.context, self.current.cache = ChunkContext(own.spans, store, *how), cache
+            self.current.context, self.current.cache = ChunkContext(own.attended, store, *how), cache
             # Bound, and no argument: FSDP looks for tensors in all arguments, and would in every span.
             hidden: Tensor = self.call(partial(self._decode, own), its_inputs, cache)
             return hidden.squeeze(0)
