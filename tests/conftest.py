@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -59,6 +59,15 @@ LONGEST = (
 
 #: (sequence_id, start, end)
 Piece = tuple[int, int, int]
+
+
+class Tree(NamedTuple):
+    """Prefixes as in `PlanStep.prefixes`, and by chunk_id columns of its row."""
+
+    prefixes: Mapping[int, tuple[int, int]]
+    columns: Mapping[int, dict[str, Any]]
+
+
 HandmadePlan = Callable[..., tuple[Path, Path]]
 
 
@@ -166,7 +175,8 @@ def handmade_plan(tmp_path_factory: pytest.TempPathFactory) -> HandmadePlan:
     `write(sequences, steps, k=1, dp=1, pp=1, actions=None, kept=None)` -> (plan, analysis). `sequences` are pairs of
     token ids and target mask; `steps` a list of {dp_rank: [chunk, ...]}, a chunk being a list of pieces (sequence_id,
     start, end), empty for a zero-loss chunk. Actions are those of Algorithm 2 on one stage, unless `actions` gives
-    (op, chunk_id) for every rank. `kept`: by its chunk_id, where a chunk keeps attention for its recompute.
+    (op, chunk_id) for every rank. `kept`: by its chunk_id, where a chunk keeps attention for its recompute. `tree`: the
+    sequences of step 0 that begin in others, and what its chunks are beside `_chunk_rows`.
     """
 
     def write(
@@ -178,6 +188,7 @@ def handmade_plan(tmp_path_factory: pytest.TempPathFactory) -> HandmadePlan:
         pp: int = 1,
         actions: Sequence[tuple[str, int]] | None = None,
         kept: Mapping[int, str] | None = None,
+        tree: Tree | None = None,
     ) -> tuple[Path, Path]:
         folder = tmp_path_factory.mktemp("handmade")
         analysis = folder / "analysis"
@@ -193,6 +204,8 @@ def handmade_plan(tmp_path_factory: pytest.TempPathFactory) -> HandmadePlan:
                 for rank, chunks in sorted(ranks.items())
                 for row in _chunk_rows(chunks, sequences, k)
             ]
+            if tree is not None:
+                rows = [{**row, **tree.columns[row["chunk_id"]]} for row in rows]
             tables["chunks"] += rows
             num_slots = 0
             for rank in sorted(ranks):
@@ -227,7 +240,15 @@ def handmade_plan(tmp_path_factory: pytest.TempPathFactory) -> HandmadePlan:
                     "lower_bound_us": 1.0,
                 }
             )
-        schemas = plan_schemas({"dp": dp})
+        schemas = plan_schemas({"dp": dp, "share_prefixes": tree is not None})
+        if tree is not None:
+            names = schemas["prefixes"].names
+            tables["prefixes"] = [dict(zip(names, (0, b, *of), strict=True)) for b, of in sorted(tree.prefixes.items())]
+            for step in tables["steps"]:
+                step["num_sequences"], step["num_target_tokens"] = (
+                    len(sequences),
+                    sum(int(t.sum()) for _, t in sequences),
+                )
         written = {name: pa.Table.from_pylist(rows, schemas[name]) for name, rows in tables.items()}
         chunk_size = max(row["num_tokens"] for row in tables["chunks"])
         plan = folder / "plan"
@@ -256,6 +277,7 @@ def handmade_plan(tmp_path_factory: pytest.TempPathFactory) -> HandmadePlan:
                 "holdout": None,
                 "part": "train",
                 "mix": None,
+                **({} if tree is None else {"share_prefixes": True}),
             },
             seed=0,
             epochs=1,

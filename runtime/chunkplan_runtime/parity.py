@@ -168,8 +168,9 @@ def compare_plan(plan: Path, analysis: Path, model: CausalLM, *, kv_offload: boo
         loss = executor.step(work)
         gradients = prove.take_gradients(model)
         chunks = [chunk for rank in work.ranks for chunk in rank.chunks.values()]
-        # A sequence counts as often as it occurs: every occurrence has one segment that starts it.
-        sequences = sorted(segment.sequence_id for chunk in chunks for segment in chunk.segments if segment.start == 0)
+        # A sequence counts as often as it occurs: every occurrence has its first token once.
+        spans = [span for rank in work.ranks for each in rank.tensors.values() for span in each.of_sequences]
+        sequences = sorted(span.sequence_id for span in spans if span.start == 0 and span.sequence_id >= 0)
         reference_loss = run_whole(model, load_analysis(analysis), sequences)
         reference = prove.take_gradients(model)
         if is_noisy:

@@ -202,8 +202,8 @@ def _joined(placed: Sequence[tuple[int, Span]], prefixes: Prefixes) -> dict[int,
         for piece in () if span.sequence_id in own else before:
             of_chunk, of_run = placed[place := bisect_right(starts, piece.start) - 1]
             chunk_start = of_run.chunk_start + piece.start - starts[place]
-            given = {"start": piece.position, "stop": piece.end, "chunk_start": chunk_start}
-            begun[of_chunk].append(span._replace(**given))
+            shared = span._replace(start=piece.position, stop=piece.end, chunk_start=chunk_start)
+            begun[of_chunk].append(shared)
         run = TreeRun(Piece(stop, stop + span.stop - span.start, span.start), tuple(_merged(before)))
         own.setdefault(span.sequence_id, []).append(run.piece)
         runs.setdefault(chunk_id, []).append(run)
@@ -215,8 +215,8 @@ def _joined(placed: Sequence[tuple[int, Span]], prefixes: Prefixes) -> dict[int,
     dependents = _dependents(edges, runs.values())
     root, found = placed[0][1], {}
     first_spans = {chunk_id: span for chunk_id, span in reversed(placed)}
-    for (chunk_id, of_chunk), span_of, attending in zip(runs.items(), pairwise(edges), dependents, strict=True):
-        chunk_start, part = first_spans[chunk_id].chunk_start, TreePart(tuple(of_chunk), tuple(sorted(attending)))
+    for (chunk_id, own_runs), span_of, attending in zip(runs.items(), pairwise(edges), dependents, strict=True):
+        chunk_start, part = first_spans[chunk_id].chunk_start, TreePart(tuple(own_runs), tuple(sorted(attending)))
         span = Span(root.sequence_id, *span_of, stop, chunk_start, root.group_id, part)
         found[chunk_id] = Joined((span,), tuple(begun[chunk_id]))
     return found

@@ -368,8 +368,8 @@ def _reference_loss(model: CausalLM, plan: Plan, analysis: Analysis, step: int) 
     if not found.num_target_tokens:
         return 0.0
     chunks = [chunk for chunks in found.chunks.values() for chunk in chunks]
-    sequences = sorted(segment.sequence_id for chunk in chunks for segment in chunk.segments if segment.start == 0)
-    return run_whole(model, load_analysis(analysis.path), sequences)
+    sequences = [segment.sequence_id for chunk in chunks for segment in chunk.segments if segment.start == 0]
+    return run_whole(model, load_analysis(analysis.path), sorted([*sequences, *found.prefixes]))
 
 
 def _adapted(model: CausalLM, dropout: float, targets: tuple[str, ...] = (ALL_LINEAR,)) -> CausalLM:

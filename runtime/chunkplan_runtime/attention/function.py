@@ -251,9 +251,9 @@ def _visible(block: KVBlock, tokens: TokenRange, attention: LayerAttention) -> I
     Queries are those of a range: tokens of the sequence in runs, or of a tree. A block may begin and end within a run.
     """
     if tokens.tree is not None:
-        own = attention.form(causal=True)
-        for queries, keys, reach, borders in tokens.tree.visible(block.start, block.stop, own.reach, attention.tile):
-            yield queries, keys, own._replace(causal=borders is not None, reach=reach, borders=borders)
+        plain = attention.form(causal=True)
+        for queries, keys, reach, borders in tokens.tree.visible(block.start, block.stop, plain.reach, attention.tile):
+            yield queries, keys, plain._replace(causal=borders is not None, reach=reach, borders=borders)
         return
     for start, stop, offset in attention.queries(tokens.runs):
         unseen = max(0, start // attention.tile * attention.tile - block.start) if attention.tile else 0
