@@ -17,7 +17,7 @@ from chunkplan.planfile.plan import VALIDATE_HINT, Chunk
 from chunkplan_runtime.layout import Span
 
 
-class Piece(NamedTuple):
+class TreePiece(NamedTuple):
     """Tokens [start, stop) of a tree, which are those of a sequence from `position` on."""
 
     start: int
@@ -29,17 +29,17 @@ class Piece(NamedTuple):
         """One past the position of its last token."""
         return self.position + self.stop - self.start
 
-    def within(self, position: int, end: int) -> Piece:
+    def within(self, position: int, end: int) -> TreePiece:
         """The part of it at the positions [position, end), of which there may be none."""
         first, last = max(self.position, position), min(self.end, end)
-        return Piece(self.start + first - self.position, self.start + max(first, last) - self.position, first)
+        return TreePiece(self.start + first - self.position, self.start + max(first, last) - self.position, first)
 
 
 class TreeRun(NamedTuple):
     """A run of tokens, and the pieces of the tree `before` it in its sequence, by position, none of which go on."""
 
-    piece: Piece
-    before: tuple[Piece, ...]
+    piece: TreePiece
+    before: tuple[TreePiece, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,8 +111,8 @@ def _visible(runs: Sequence[TreeRun], start: int, stop: int, reach: int | None, 
                 yield Seen(rows, slice(held.start - start, held.stop - start), left, None)
 
 
-def _cut(piece: Piece, tile: int | None) -> Iterator[tuple[int, Piece]]:
-    """Where a piece begins in the tree, cut at the borders of tiles of its sequence, and these pieces."""
+def _cut(piece: TreePiece, tile: int | None) -> Iterator[tuple[int, TreePiece]]:
+    """The pieces of a piece that is cut at the borders of tiles of its sequence, and where each begins in the tree."""
     position = piece.position
     while position < piece.end:
         end = piece.end if tile is None else min(piece.end, (position // tile + 1) * tile)
@@ -165,7 +165,7 @@ Prefixes = Mapping[int, tuple[int, int]]
 
 
 def join_trees(chunks: Sequence[Chunk], spans: Mapping[int, Sequence[Span]], prefixes: Prefixes) -> dict[int, Joined]:
-    """By chunk_id the chunks of a rank that hold trees, of which `spans` are the segments, with each tree as one span.
+    """The chunks of a rank that hold trees, by chunk_id, each tree as one span of it; `spans` are their segments.
 
     Raises DataError: tokens that a part of a tree goes on with are not in the tree before it.
     """
@@ -189,8 +189,8 @@ def join_trees(chunks: Sequence[Chunk], spans: Mapping[int, Sequence[Span]], pre
 
 
 def _joined(placed: Sequence[tuple[int, Span]], prefixes: Prefixes) -> dict[int, Joined]:
-    """By chunk_id what attention and losses see of a tree of these segments, which is none if it is one segment."""
-    own: dict[int, list[Piece]] = {}  # by sequence
+    """A tree of these segments as attention and losses see it, by chunk_id; no tree if it is one segment."""
+    own: dict[int, list[TreePiece]] = {}  # by sequence
     runs: dict[int, list[TreeRun]] = {}  # by chunk, as what follows
     begun: dict[int, list[Span]] = {chunk_id: [] for chunk_id, _ in placed}
     starts, stop = list[int](), 0  # of the segments
@@ -204,7 +204,7 @@ def _joined(placed: Sequence[tuple[int, Span]], prefixes: Prefixes) -> dict[int,
             chunk_start = of_run.chunk_start + piece.start - starts[place]
             shared = span._replace(start=piece.position, stop=piece.end, chunk_start=chunk_start)
             begun[of_chunk].append(shared)
-        run = TreeRun(Piece(stop, stop + span.stop - span.start, span.start), tuple(_merged(before)))
+        run = TreeRun(TreePiece(stop, stop + span.stop - span.start, span.start), tuple(_merged(before)))
         own.setdefault(span.sequence_id, []).append(run.piece)
         runs.setdefault(chunk_id, []).append(run)
         starts.append(stop)
@@ -214,7 +214,7 @@ def _joined(placed: Sequence[tuple[int, Span]], prefixes: Prefixes) -> dict[int,
     edges = [*(each[0].piece.start for each in runs.values()), stop]  # of the parts
     dependents = _dependents(edges, runs.values())
     root, found = placed[0][1], {}
-    first_spans = {chunk_id: span for chunk_id, span in reversed(placed)}
+    first_spans = dict(reversed(placed))
     for (chunk_id, own_runs), span_of, attending in zip(runs.items(), pairwise(edges), dependents, strict=True):
         chunk_start, part = first_spans[chunk_id].chunk_start, TreePart(tuple(own_runs), tuple(sorted(attending)))
         span = Span(root.sequence_id, *span_of, stop, chunk_start, root.group_id, part)
@@ -222,9 +222,11 @@ def _joined(placed: Sequence[tuple[int, Span]], prefixes: Prefixes) -> dict[int,
     return found
 
 
-def _path(own: Mapping[int, list[Piece]], prefixes: Prefixes, sequence_id: int, stop: int) -> list[Piece] | None:
+def _path(
+    own: Mapping[int, list[TreePiece]], prefixes: Prefixes, sequence_id: int, stop: int
+) -> list[TreePiece] | None:
     """The pieces that have the first `stop` tokens of a sequence, of those that each has; None if some have none."""
-    path: list[Piece] = []
+    path: list[TreePiece] = []
     for _ in range(len(prefixes) + 1):
         for piece in reversed(own.get(sequence_id, [])):
             if piece.position < stop:
@@ -239,7 +241,7 @@ def _path(own: Mapping[int, list[Piece]], prefixes: Prefixes, sequence_id: int, 
 
 
 def _dependents(edges: Sequence[int], parts: Iterable[Sequence[TreeRun]]) -> list[set[int]]:
-    """Of each part of a tree, which begin at `edges`, where the others begin that attend to any of its tokens."""
+    """The parts that attend to any of a part's tokens, by where they begin; all parts begin at `edges`."""
     found: list[set[int]] = [set() for _ in edges[:-1]]
     for place, runs in enumerate(parts):
         for piece in (each for run in runs for each in run.before):
@@ -249,12 +251,12 @@ def _dependents(edges: Sequence[int], parts: Iterable[Sequence[TreeRun]]) -> lis
     return found
 
 
-def _merged(pieces: Sequence[Piece]) -> Iterator[Piece]:
+def _merged(pieces: Sequence[TreePiece]) -> Iterator[TreePiece]:
     """Pieces of one sequence, with those in one that go on with each other."""
     last = None
     for piece in pieces:
         if last is not None and (last.stop, last.end) == (piece.start, piece.position):
-            last = Piece(last.start, piece.stop, last.position)
+            last = TreePiece(last.start, piece.stop, last.position)
         else:
             yield from () if last is None else (last,)
             last = piece
