@@ -91,7 +91,7 @@ class CurrentChunk:
     all segments of the chunk. `router_loss`: the router loss of this run. `expanded`: expanded latents of the current
     layer. `marks`: of the current module of the layer. `host_inputs`: inputs of layers in host memory, those with the
     indices `offloaded`. `kept`: outputs of attention for the chunk's recompute; `attended`: that of the current layer,
-    for when it runs again. `compiles`: true if the model is compiled.
+    for when it runs again. `compiles`: true if the model is compiled. `temperature`: what logits are divided by.
     """
 
     context: ChunkContext | None = None
@@ -107,6 +107,7 @@ class CurrentChunk:
     host_inputs: HostTensors = field(default_factory=HostTensors)
     offloaded: frozenset[int] = frozenset()
     compiles: bool = False
+    temperature: float = 1.0
 
     @contextmanager
     def within(self, mark: str) -> Iterator[None]:

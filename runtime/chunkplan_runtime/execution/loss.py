@@ -94,6 +94,20 @@ def _with_entropies(logits: Tensor, targets: Tensor, weights: Tensor) -> tuple[T
     return losses, gradient.to(logits.dtype)
 
 
+def readings(head: Head, hidden: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """A `ChunkLoss` of five numbers a token, by forwards alone: see `TokenLogProbs`; the first is a cross-entropy."""
+    return LogitLoss(_readings)(head, hidden, labels, weights[:, None].expand(-1, 5).contiguous())
+
+
+def _readings(logits: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    values = logits.to(wide(logits.dtype))
+    log_probs = values.log_softmax(1)
+    of_target = log_probs.gather(1, targets[:, None])[:, 0]
+    entropy = -(log_probs.exp() * log_probs).sum(1)
+    is_top = (of_target >= log_probs.amax(1)).to(values.dtype)
+    return torch.stack([-of_target, entropy, (2 * log_probs).logsumexp(1), values.mean(1), is_top], 1), logits
+
+
 def use_head(loss: ChunkLoss, head: Head, hidden: Tensor) -> None:
     """Give the head's parameters a gradient of zero, where no chunk of a step has a target that would give them one.
 

@@ -139,8 +139,13 @@ class CausalLM:
     @property
     def head(self) -> Head:
         """The module that makes logits of final hidden states."""
-        logits = partial(self.call, logits_of, self.model)
-        return Head(lambda hidden: logits(hidden).squeeze(0), self.vocab_size, self.current.compiles)
+        logits, temperature = partial(self.call, logits_of, self.model), self.current.temperature
+
+        def compute(hidden: Tensor) -> Tensor:
+            found: Tensor = logits(hidden).squeeze(0)
+            return found if temperature == 1 else found / temperature
+
+        return Head(compute, self.vocab_size, self.current.compiles)
 
     def hidden_states(
         self, tensors: ChunkTensors, store: KVStore, inputs: Tensor | None = None, seed: int | None = None

@@ -292,13 +292,18 @@ def _check_settings(args: TrainingArguments) -> None:
             f"mixed precision {args.mixed_precision!r} needs loss scaling, which this runtime has not",
             hint="use bf16=True, or load the model in bfloat16",
         )
+    refuse_stepping_in_backward(args)
+    if (started := world_size()) > args.world_size:
+        hint = "without a GPU for each give TrainingArguments use_cpu=True"
+        raise UsageError(f"{started} processes were started, and each takes itself for the only one", hint=hint)
+
+
+def refuse_stepping_in_backward(args: TrainingArguments) -> None:
+    """Refuse optimizers that step in a backward; raises UsageError."""
     optimizer = OptimizerNames(args.optim).value
     if any(part in optimizer for part in _STEPPING_IN_BACKWARD):
         hint = 'use an optimizer that steps once a step, such as optim="adamw_torch"'
         raise UsageError(f"optim={optimizer!r} steps in every backward, of which a step has one a chunk", hint=hint)
-    if (started := world_size()) > args.world_size:
-        hint = "without a GPU for each give TrainingArguments use_cpu=True"
-        raise UsageError(f"{started} processes were started, and each takes itself for the only one", hint=hint)
 
 
 def _settings_of_plan(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -12,22 +12,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from chunkplan.cost.checkpointing import CHECKPOINTING
 from chunkplan.cost.model import Sharding
-from chunkplan.domains import FLAG, Domain, whole
+from chunkplan.domains import FLAG, Domain, number, whole
 from chunkplan.errors import UsageError
 from chunkplan_runtime.attention.interface import ATTENTION, register_attention
+from chunkplan_runtime.devices import wide
 from chunkplan_runtime.distributed.job import Job, refuse_differences
 from chunkplan_runtime.distributed.sharding import Shards
 from chunkplan_runtime.execution.executor import RankExecutor
+from chunkplan_runtime.execution.loss import entropies, readings
 from chunkplan_runtime.execution.step_loss import OfChunks, StepLoss
-from chunkplan_runtime.feed.stream import PlanStream, StepWork, open_plan
+from chunkplan_runtime.feed.stream import PlanStream, RankWork, StepWork, open_plan
 from chunkplan_runtime.models.checks import check_config, check_plan, max_positions, plan_stream
 from chunkplan_runtime.models.model import CausalLM, for_chunks
 from chunkplan_runtime.models.parts import has_adapters, whole_of
 from chunkplan_runtime.proof.prove import check_exact
+from chunkplan_runtime.training.log_probs import TokenLogProbs, attached, in_order, named, plan_work, weights_of
 from chunkplan_runtime.training.setup import fingerprint
 from chunkplan_runtime.training.train_step import StepExecutor
 
@@ -51,6 +55,7 @@ class Executor:
         self._how: Any = {"seed": seed, "kv_offload": kv_offload, "router_loss": router_loss}
         self._autocast: Callable[[], AbstractContextManager[object]] = nullcontext
         self._plans: set[str] = set()
+        self._num_calls = 0
         self.join(Job())
 
     def join(self, job: Job, sharding: Sharding = "optimizer") -> None:
@@ -158,6 +163,59 @@ class Executor:
                 self._shards.free()
         return self._sum(rank.loss for rank in losses)
 
+    def log_probs(
+        self,
+        sequences: Sequence[Tensor],
+        targets: Sequence[Tensor],
+        *,
+        chunk_size: int,
+        k: int = 1,
+        temperature: float = 1.0,
+        with_more: bool = False,
+        **options: Any,
+    ) -> TokenLogProbs:
+        """Log-probabilities and entropies of target tokens, planned and run in chunks, that a loss may be made of.
+
+        `sequences` are token ids [length] and `targets` bool [length]; a first token is never predicted. Within
+        torch.no_grad there are forwards alone. Else a backward through the result runs the chunks forward and backward
+        and adds to `.grad` of weights itself, in the modes that the model is in then; torch.autograd.grad finds
+        nothing. Logits are divided by `temperature`. `with_more`: the rest of `TokenLogProbs`. `options`: others of
+        `plan_step`. Dropout draws anew in every call.
+
+        Raises:
+            UsageError: these are not token ids and targets, the model does not take them, options do not go together,
+                the executor has joined others, or it has a load-balancing loss.
+        """
+        check_argument("temperature", temperature, number(lambda given: 0 < given < math.inf, "a number above 0"), 1.0)
+        if self._shards or self._how["router_loss"] != "none":
+            told = "a load-balancing loss" if self._shards is None else "shares of processes"
+            hint = 'make it with Executor.from_model(model, router_loss="none"), and reduce gradients yourself'
+            raise UsageError(f"log_probs of an executor with {told}", hint=hint)
+        _check_weights(self._model.model)
+        device = self._model.device
+        kept = [each for each in zip(sequences, targets, strict=True) if each[1][1:].any()]
+        if not kept:
+            nothing = torch.zeros(0, 5 if with_more else 2, dtype=wide(self._model.dtype), device=device)
+            return attached(named(nothing), lambda *_: None) if torch.is_grad_enabled() else named(nothing)
+        options |= {"cap": chunk_size, "k": k}
+        work, num_targets = plan_work(*zip(*kept, strict=True), self._model.vocab_size, self._num_calls, **options)
+        self._num_calls += 1
+        self._check_tokens(work, "give ids of the model's tokenizer, and no longer sequences")
+        ranks = self._steps.ranks
+        with self._at_work(temperature):
+            values = ranks.token_losses(work, readings if with_more else entropies, what="log-probabilities")
+        found = in_order(work, values, device)
+        if not torch.is_grad_enabled():
+            return found
+        how: Any = {"dtype": torch.get_autocast_dtype(device.type), "enabled": torch.is_autocast_enabled(device.type)}
+
+        def backward(*gradients: Tensor | None) -> None:
+            [weights] = weights_of(work, values, *gradients)
+            with torch.enable_grad(), torch.autocast(device.type, **how), self._at_work(temperature):
+                ranks.run(work, num_targets, weights=weights)
+
+        return attached(found, backward)
+
     def _sum(self, losses: Iterable[float]) -> float:
         """The sum of losses of all processes, in their order."""
         return sum((each for own in self.job.all_gather_object([*losses]) for each in own), 0.0)
@@ -168,24 +226,31 @@ class Executor:
             hint = "`for work in executor.stream(PLAN):` gives steps"
             raise UsageError(f"expected a step of a plan, not {type(work).__name__}", hint=hint)
         _check_weights(self._model.model)
-        config = self._model.config
         if work.plan.content_hash not in self._plans:
-            check_plan(config, work.plan)
+            check_plan(self._model.config, work.plan)
             self._plans.add(work.plan.content_hash)
+        for rank in work.ranks:
+            self._check_tokens(rank, "take steps from `executor.stream(PLAN)`, which says what to change")
+
+    def _check_tokens(self, work: RankWork, hint: str) -> None:
+        config = self._model.config
         most = max_positions(config) or math.inf
-        for tensors in (tensors for rank in work.ranks for tensors in rank.tensors.values()):
+        for tensors in work.tensors.values():
             token, position = int(tensors.input_ids.max()), int(tensors.position_ids.max())
             if token >= config.vocab_size or position >= most:
                 raise UsageError(
                     f"token id {token:,} and position {position:,}, the model takes those below "
                     f"{config.vocab_size:,} and {most:,}",
-                    where=f"step {work.step.step}",
-                    hint="take steps from `executor.stream(PLAN)`, which says what to change",
+                    where=f"step {work.step}",
+                    hint=hint,
                 )
 
     @contextmanager
-    def _at_work(self) -> Iterator[None]:
-        """Within the block the model attends as chunks do, and its forwards are in the autocast that is around it."""
+    def _at_work(self, temperature: float = 1.0) -> Iterator[None]:
+        """Within the block the model attends as chunks do, and its forwards are in the autocast that is around it.
+
+        Logits are divided by `temperature`.
+        """
         config, device = self._model.config, self._model.device.type
         self._autocast = nullcontext
         if torch.is_autocast_enabled(device):
@@ -197,7 +262,7 @@ class Executor:
             self._autocast = partial(torch.autocast, device, dtype=dtype, cache_enabled=self._shards is None)
         attention = config._attn_implementation
         # Not through `set_attn_implementation`, which would fetch a kernel of the Hub anew whenever it is put back.
-        config._attn_implementation = ATTENTION
+        config._attn_implementation, self._model.current.temperature = ATTENTION, temperature
         try:
             activity = self.job.reporting(lambda: self._steps.ranks.activity, lambda: None)
             with torch.inference_mode(False), torch.autocast(device, enabled=False), activity:
@@ -211,7 +276,7 @@ class Executor:
                 hint="call it within torch.autocast, or give all weights one dtype: `model.to(torch.float32)`",
             ) from error
         finally:
-            config._attn_implementation = attention
+            config._attn_implementation, self._model.current.temperature = attention, 1.0
             self._model.current.context = None
 
     def _call(self, do: Callable[..., Any], *arguments: Any) -> Any:
