@@ -1,4 +1,4 @@
-"""Tiny trainers of TRL, plain or in chunks, and what they log and learn; `torchrun trl_cases.py FOLDER` on processes."""
+"""Tiny trainers of TRL, plain or in chunks, and what they learn; `torchrun trl_cases.py FOLDER` on processes."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def sampled(**more):
 CASES = {
     "dpo": (DPOTrainer, DPOConfig, PAIRS, {"beta": 0.3}),
     "ipo": (DPOTrainer, DPOConfig, PAIRS, {"loss_type": ["ipo", "sft"], "loss_weights": [1.0, 0.2], "ld_alpha": 0.5}),
-    "wpo": (DPOTrainer, DPOConfig, PAIRS, {"use_weighting": True, "precompute_ref_log_probs": True}),
+    "wpo": (DPOTrainer, DPOConfig, PAIRS, {"use_weighting": True}),
     "kto": (KTOTrainer, KTOConfig, LABELLED, {"beta": 0.3}),
     "grpo": (GRPOTrainer, GRPOConfig, {"prompt": PROMPTS}, sampled(beta=0.1, steps_per_generation=4)),
     "gspo": (
@@ -130,7 +130,9 @@ def longest_forwards(trainer):
     for each in (whole_of(trainer.model), getattr(trainer, "ref_model", None)):
         if each is not None:
             each.model.layers[0].register_forward_pre_hook(
-                lambda _, given, how: found.append(given[0].shape[:2].numel()) if how.get("past_key_values") is None else None,
+                lambda _, given, how: (
+                    found.append(given[0].shape[:2].numel()) if how.get("past_key_values") is None else None
+                ),
                 with_kwargs=True,
             )
     yield found
@@ -151,15 +153,15 @@ def run(trainer, *, exact: bool = True):
 
 
 def main(folder: Path) -> None:
-    """All ranks train a case in chunks, and the first writes what it found."""
+    """Each process trains cases plain, under DDP, and in chunks, and writes what it found."""
     found = {}
-    for case in ("dpo", "grpo lora"):
-        changes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
-        if case == "grpo lora":
-            changes |= {"num_generations": 2}
-        trainer = new_trainer(case, folder / "model", folder / "out", {"chunk_size": CHUNK_SIZE, "k": 2}, **changes)
-        losses, weights, _ = run(trainer)
-        found[case] = {"losses": losses, "norms": {name: each.norm().item() for name, each in weights.items()}}
+    for case, changes in {"dpo": {}, "grpo lora": {"num_generations": 2}}.items():
+        for name, chunked in {"plain": None, "chunks": {"chunk_size": CHUNK_SIZE, "k": 2}}.items():
+            sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+            trainer = new_trainer(case, folder / "model", folder / "out", chunked, **sizes, **changes)
+            losses, weights, _ = run(trainer)
+            norms = {name: each.norm().item() for name, each in weights.items()}
+            found[f"{case}, {name}"] = {"losses": losses, "norms": norms}
     (folder / f"found-{PartialState().process_index}.json").write_text(json.dumps(found))
 
 

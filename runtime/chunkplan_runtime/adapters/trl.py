@@ -16,7 +16,10 @@ from accelerate.utils import gather_object
 from torch import Tensor
 from torch.distributed import all_reduce
 from transformers import Trainer
-from trl import DPOTrainer, GRPOTrainer, KTOTrainer, RLOOTrainer
+from trl.trainer.dpo_trainer import DPOTrainer
+from trl.trainer.grpo_trainer import GRPOTrainer
+from trl.trainer.kto_trainer import KTOTrainer
+from trl.trainer.rloo_trainer import RLOOTrainer
 from trl.trainer.utils import FusedCausalLMOutput
 
 from chunkplan import PlanConfig
@@ -88,6 +91,8 @@ class _InChunks(Trainer):
             return
         _check_settings(self)
         self._executors = []
+        # Now, as an autocast around the forward that is put in place here would be entered within itself, for the head.
+        self.accelerator.prepare_model(self.model)
         for model in (self.model, getattr(self, "ref_model", None)):
             if model is not None:
                 how: Any = {"kv_offload": self._kv_offload, "seed": self.args.seed + self.args.process_index}
@@ -100,7 +105,7 @@ class _InChunks(Trainer):
 
     def create_accelerator_and_postprocess(self) -> None:
         """Have accelerate wrap no model: its wrapper would reduce gradients in the backward of every chunk."""
-        super().create_accelerator_and_postprocess()  # type: ignore[no-untyped-call]
+        super().create_accelerator_and_postprocess()
         self.accelerator.prepare_model = partial(self.accelerator.prepare_model, evaluation_mode=True)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -158,9 +163,18 @@ def _output(
     rows = range(len(ids))
     found = log_probs([ids[row][is_there[row]] for row in rows], [is_target[row][is_there[row]] for row in rows])
     mask = is_target[:, 1:].to(labels.device)
-    fields = (found.log_probs, found.entropies, found.log_sum_squares, found.mean_logits, found.is_top)
-    padded = [None if each is None else each.new_zeros(mask.shape).masked_scatter(mask, each) for each in fields]
-    return FusedCausalLMOutput(None, *padded, label_mask=mask)
+
+    def padded(values: Tensor | None) -> Tensor | None:
+        return None if values is None else values.new_zeros(mask.shape).masked_scatter(mask, values)
+
+    return FusedCausalLMOutput(
+        log_probs=padded(found.log_probs),
+        entropy=padded(found.entropies),
+        log_sum_sq_probs=padded(found.log_sum_squares),
+        mean_logits=padded(found.mean_logits),
+        is_top1=padded(found.is_top),
+        label_mask=mask,
+    )
 
 
 def _check_settings(trainer: Any) -> None:

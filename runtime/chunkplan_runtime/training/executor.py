@@ -198,7 +198,7 @@ class Executor:
             nothing = torch.zeros(0, 5 if with_more else 2, dtype=wide(self._model.dtype), device=device)
             return attached(named(nothing), lambda *_: None) if torch.is_grad_enabled() else named(nothing)
         options |= {"cap": chunk_size, "k": k}
-        work, num_targets = plan_work(*zip(*kept, strict=True), self._model.vocab_size, self._num_calls, **options)
+        work, num_targets = plan_work(kept, self._model.vocab_size, self._num_calls, **options)
         self._num_calls += 1
         self._check_tokens(work, "give ids of the model's tokenizer, and no longer sequences")
         ranks = self._steps.ranks

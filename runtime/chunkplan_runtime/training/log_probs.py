@@ -43,17 +43,18 @@ class TokenLogProbs:
 
 
 def plan_work(
-    sequences: Sequence[Tensor], targets: Sequence[Tensor], vocab_size: int, step: int, **options: Any
+    sequences: Sequence[tuple[Tensor, Tensor]], vocab_size: int, step: int, **options: Any
 ) -> tuple[RankWork, int]:
-    """The work of one rank in a step of these sequences [length], planned now, and the number of its targets.
+    """The work of one rank in a step of these sequences, planned now, and the number of its targets.
 
-    `targets` [length] are true where a token's prediction counts, which the first one's does not. `options`: those of
+    Of a sequence there are token ids and targets [length], true where a token's prediction counts, which the first
+    one's does not. `options`: those of
     `plan_step`. Raises UsageError: sequences and targets do not go together, or an option is not what it may be.
     """
     from chunkplan.planning.step import plan_step  # the planner, which executing a plan does not need
 
     tokens, masks = list[Int32Array](), list[BoolArray]()
-    for number, (ids, mask) in enumerate(zip(sequences, targets, strict=True)):
+    for number, (ids, mask) in enumerate(sequences):
         if ids.ndim != 1 or ids.shape != mask.shape or not len(ids) or mask.dtype != torch.bool:
             raise UsageError(
                 f"sequence {number} has tokens of shape {tuple(ids.shape)} and targets of {tuple(mask.shape)}, "
@@ -112,7 +113,8 @@ def weights_of(
 def attached(found: TokenLogProbs, backward: Callable[[Tensor | None, Tensor | None], None]) -> TokenLogProbs:
     """`found`, whose log-probabilities and entropies have autograd call `backward` with their gradients."""
     anchor = torch.zeros((), requires_grad=True)
-    log_probs, entropies = _Attached.apply(anchor, found.log_probs, found.entropies, backward)
+    operation: Any = _Attached
+    log_probs, entropies = operation.apply(anchor, found.log_probs, found.entropies, backward)
     return replace(found, log_probs=log_probs, entropies=entropies)
 
 
@@ -127,7 +129,7 @@ class _Attached(torch.autograd.Function):
         return log_probs.clone(), entropies.clone()
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None, None]:
         """Implements `torch.autograd.Function.backward`."""
         if any(each is not None for each in gradients):
