@@ -86,7 +86,7 @@ class _InChunks(Trainer):
         return super()._precompute_ref_logps(*args, **kwargs)  # type: ignore[misc]
 
     def _install(self) -> None:
-        """Have the forwards of model and reference model go through executors; once."""
+        """Make the forwards of model and reference model go through executors; once."""
         if self._executors is not None:
             return
         _check_settings(self)
@@ -104,7 +104,7 @@ class _InChunks(Trainer):
             refuse_differences(gather_object([{"weights": fingerprint(own, own, Job())}]))
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Have accelerate wrap no model: its wrapper would reduce gradients in the backward of every chunk."""
+        """Keep accelerate from wrapping a model: its wrapper would reduce gradients in the backward of every chunk."""
         super().create_accelerator_and_postprocess()
         self.accelerator.prepare_model = partial(self.accelerator.prepare_model, evaluation_mode=True)
 
@@ -120,7 +120,7 @@ class _InChunks(Trainer):
 
 
 def _take_over(trainer: Any, executor: Executor, model: Any, *, with_more: bool) -> None:
-    """Have the forward of a model that is asked for log-probabilities give what `executor` computes of them."""
+    """Make the forward of a model that is asked for log-probabilities give what `executor` computes of them."""
     before = model.forward
     temperature = getattr(trainer, "temperature", 1.0)
     how: Any = {"temperature": temperature, "with_more": with_more, **trainer._sizes}
