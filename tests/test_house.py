@@ -22,7 +22,7 @@ BUDGETS = {
     ("chunkplan/cost/", "chunkplan/tuning/"): 7_120,
     ("chunkplan/schedule/", "chunkplan/validation/", "chunkplan/simulation.py"): 5_930,
     ("chunkplan/config/", "chunkplan/options.py", "chunkplan/domains.py"): 1_510,
-    ("",): 61_930,
+    ("",): 62_350,
 }
 MOST_FILES = 314
 
