@@ -15,8 +15,8 @@ from chunkplan.options import Advanced, Options, option
 
 #: The schemas that `chunkplan.intake.schemas.table` has.
 SCHEMAS = (
-    *("text", "messages", "conversations", "prompt+completion", "instruction", "question+answer", "input_ids"),
-    "length",
+    *("text", "messages", "conversations", "prompt+completion", "instruction", "question+answer", "preference"),
+    *("input_ids", "prompt_ids+response_ids", "length"),
 )
 
 #: Those whose records are conversations of any number of turns.
@@ -228,8 +228,8 @@ class IntakeOptions(Options):
     schema: str | None = option(
         FORMAT,
         "Layout of the records: text, messages, conversations, prompt+completion, instruction, question+answer, "
-        "input_ids or length, of some sources qa.jsonl=question+answer; or the type of a file, data.log=jsonl. "
-        "Repeatable.",
+        "preference, input_ids, prompt_ids+response_ids or length, of some sources qa.jsonl=question+answer; or the "
+        "type of a file, data.log=jsonl. Repeatable.",
         group=_TOKENS,
         default=None,
         default_words="detected for each source",
@@ -304,9 +304,10 @@ class IntakeOptions(Options):
         group=Advanced(_DATA),
         default="stop",
     )
-    undesirable: Literal["error", "drop"] = option(
-        one_of("error", "drop", metavar="WHAT"),
-        "What to do with answers that are labelled as bad, as in data for KTO (`label`: false): error or drop.",
+    undesirable: Literal["error", "drop", "keep"] = option(
+        one_of("error", "drop", "keep", metavar="WHAT"),
+        "What to do with answers that are labelled as bad, as in data for KTO (`label`: false): error, drop, or keep "
+        "them and all labels, for a loss that takes both.",
         group=Advanced(_DATA),
         called="kto-negatives",
         default="error",

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
+from chunkplan.arrays import Int64Array
 from chunkplan.config.intake import IntakeOptions
 from chunkplan.errors import DataError, UsageError
 from chunkplan.intake.pieces import PieceResult
@@ -19,6 +20,8 @@ from chunkplan.intake.store import DIGESTS, TOKENS, check_room, read_lengths, re
 from chunkplan.intake.tokenizer import TokenizerEntry
 from chunkplan.planfile.analysis_writer import AnalysisWriter
 from chunkplan.planfile.manifest import SourceEntry
+from chunkplan.planfile.samples import IN_WORDS
+from chunkplan.planfile.schema import TOKEN_COLUMNS
 
 REJECTED = "rejected.jsonl"
 
@@ -45,16 +48,20 @@ def assemble(
     for source in sources:
         source.check_targets(options.max_length)
     has_tokens = all(piece.has_tokens for piece in pieces if piece.num_sequences)
+    kind, columns = samples_of(sources)
+    columns = tuple(name for name in columns if has_tokens or name not in TOKEN_COLUMNS.names)
     check_room(folder, 24 * sum(piece.num_sequences for piece in pieces), "the analysis")
-    writer = AnalysisWriter(folder)
+    writer = AnalysisWriter(folder, kind, columns)
     described: list[SourceEntry] = []
     try:
         for index, source in enumerate(sources):
             described.append(source.describe(writer.num_sequences))
             first_row = 0
+            groups = _groups(kind, source, locate) + writer.num_sequences
             for piece in source.pieces:
                 if piece.num_sequences:
-                    _add(writer, index, first_row, piece, locate(piece.key), has_tokens)
+                    own, groups = groups[: piece.num_sequences], groups[piece.num_sequences :]
+                    _add(writer, index, first_row, piece, locate(piece.key), has_tokens, own)
                 first_row += piece.num_rows
         _write_rejected(folder / REJECTED, sources, locate)
     except FileNotFoundError as error:
@@ -76,6 +83,39 @@ def assemble(
             "num_tokens": sum(piece.num_truncated_tokens for piece in pieces),
         },
     )
+
+
+def samples_of(sources: Sequence[Source]) -> tuple[str | None, tuple[str, ...]]:
+    """The kind of samples that all sources with sequences have, and the columns that only these have.
+
+    Raises DataError: two have other ones.
+    """
+    found: dict[tuple[str | None, tuple[str, ...]], Source] = {}
+    for source in sources:
+        if source.layout is not None and any(piece.num_sequences for piece in source.pieces):
+            found.setdefault(source.layout.samples, source)
+    if len(found) > 1:
+        said = [
+            f"{source.name} has {IN_WORDS[kind] if kind else 'ordinary data'}"
+            + (f" with {', '.join(columns)}" if kind == "rollouts" else "")
+            for (kind, columns), source in found.items()
+        ]
+        raise DataError(
+            f"samples of two kinds, which no loss takes together: {', and '.join(said[:2])}",
+            hint="analyze each into a folder of its own, with --workspace",
+        )
+    return next(iter(found), (None, ()))
+
+
+def _groups(kind: str | None, source: Source, locate: Callable[[str], Path]) -> Int64Array:
+    """The first sequence of the pair or group that each of a source is of, from 0; nothing of other samples."""
+    places = np.arange(sum(piece.num_sequences for piece in source.pieces))
+    if kind != "rollouts" or not places.size:
+        return places - places % 2 if kind == "preference" else places
+    pieces = [piece for piece in source.pieces if piece.num_sequences]
+    hashes = np.concatenate([read_lengths(locate(piece.key))[3]["group"] for piece in pieces])
+    _, first, group = np.unique(hashes, return_index=True, return_inverse=True)
+    return first[group]
 
 
 def _nothing(sources: Sequence[Source], rejected: Counter[str], locate: Callable[[str], Path]) -> DataError:
@@ -101,10 +141,19 @@ def _nothing(sources: Sequence[Source], rejected: Counter[str], locate: Callable
     )
 
 
-def _add(writer: AnalysisWriter, source: int, first_row: int, piece: PieceResult, folder: Path, tokens: bool) -> None:
+def _add(
+    writer: AnalysisWriter,
+    source: int,
+    first_row: int,
+    piece: PieceResult,
+    folder: Path,
+    tokens: bool,
+    groups: Int64Array,
+) -> None:
     damaged = DataError("damaged: it is not what was written", where=str(folder), hint="analyze again with --no-cache")
     try:
-        numbers, num_tokens, num_targets = read_lengths(folder)
+        numbers, num_tokens, num_targets, stored = read_lengths(folder)
+        more = {"label": np.arange(len(numbers)) % 2 == 0, **stored, "group": groups}  # labels of pairs are not stored
         if (len(numbers), int(num_tokens.sum(dtype=np.int64))) != (piece.num_sequences, piece.num_tokens):
             raise damaged
         records = numbers + first_row
@@ -114,13 +163,14 @@ def _add(writer: AnalysisWriter, source: int, first_row: int, piece: PieceResult
                 records,
                 num_tokens,
                 num_targets,
+                more,
                 path=folder / TOKENS,
                 rows=piece.rows,
                 digests=memoryview((folder / DIGESTS).read_bytes()),
                 max_token_id=piece.max_token_id or 0,
             )
         else:
-            writer.add_lengths(source, records, num_tokens, num_tokens - 1)
+            writer.add_lengths(source, records, num_tokens, num_tokens - 1, more)
     except (OSError, ValueError, pa.ArrowException) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise  # of writing, or the piece is gone

@@ -39,9 +39,9 @@ class LengthEstimate:
 def first_look(request: IntakeRequest, output: Path, scratch: Path) -> tuple[Analysis, LengthEstimate | None]:
     """The lengths of the requested data, and how they were estimated.
 
-    Few records, or records without text, are analyzed into `output` by `write_analysis`, and nothing is estimated. Else
-    the lengths go to a file in the folder `scratch`, estimated from the bytes of every record by a line fitted to a
-    random sample of each source. So the longest record is never missed.
+    Few records, records without text, and those that say what comes in one step are analyzed into `output` by
+    `write_analysis`, and nothing is estimated. Else the lengths go to a file in the folder `scratch`, estimated from
+    the bytes of every record by a line fitted to a random sample of each source. So the longest record is never missed.
 
     Raises:
         UsageError, DataError: as `write_analysis`.
@@ -52,7 +52,7 @@ def first_look(request: IntakeRequest, output: Path, scratch: Path) -> tuple[Ana
     by_bytes = replace(request, tokenizer=None, chat_template=None, options=options, cache=scratch / "bytes-cache")
     everything = write_analysis(by_bytes, scratch / "bytes")
     total, request = int(everything.num_tokens.sum(dtype=np.int64)), replace(request, notes=None)
-    if everything.is_exact or total <= 2 * COUNTED:
+    if everything.samples or everything.is_exact or total <= 2 * COUNTED:
         return write_analysis(request, output), None
     sampled = replace(request, options=replace(options, sample=COUNTED / total), cache=scratch / "sample-cache")
     sample = write_analysis(sampled, scratch / "sample")

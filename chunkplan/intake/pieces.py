@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from chunkplan.arrays import BoolArray, Int32Array, Int64Array, offsets_of
+from chunkplan.arrays import BoolArray, Float32Array, Int32Array, Int64Array, offsets_of
 from chunkplan.intake.records import Record, Rejected
 
 #: How much is read at once, which changes memory and time and no result. What one process reads of a source before it
@@ -49,6 +52,10 @@ class Piece:
     compression: str | None = None
 
 
+#: Columns of `schema.SAMPLE_COLUMNS` by name, an entry a sequence.
+SampleColumns = Mapping[str, npt.NDArray[Any]]
+
+
 @dataclass(frozen=True)
 class LengthColumn:
     """Lengths of records of which nothing else is known: int32 [n], from 1."""
@@ -61,17 +68,37 @@ class TokenColumns:
     """Ids and target masks of m sequences, one after another.
 
     `offsets` int64 [m + 1]; `input_ids` int32 and `target` bool [offsets[m]]; none is empty, first targets are false.
+    By name `of_sequences` [m] and `of_tokens` [offsets[m]] have the columns that only samples have.
     """
 
     offsets: Int64Array
     input_ids: Int32Array
     target: BoolArray
+    of_sequences: SampleColumns = field(default_factory=dict)
+    of_tokens: Mapping[str, Float32Array] = field(default_factory=dict)
+
+    def kept(self, is_kept: BoolArray, lengths: Int64Array) -> TokenColumns:
+        """The sequences that are kept, bool [m], each cut to as many tokens as `lengths` [m] has."""
+        before = np.diff(self.offsets)
+        if is_kept.all() and np.array_equal(before, lengths):
+            return self
+        places = np.arange(self.offsets[-1]) - np.repeat(self.offsets[:-1], before)
+        wanted = places < np.repeat(np.where(is_kept, lengths, 0), before)
+        return TokenColumns(
+            offsets_of(lengths[is_kept]),
+            self.input_ids[wanted],
+            self.target[wanted],
+            {name: values[is_kept] for name, values in self.of_sequences.items()},
+            {name: values[wanted] for name, values in self.of_tokens.items()},
+        )
 
 
-def token_columns(sequences: Sequence[tuple[Int32Array, BoolArray]]) -> TokenColumns:
+def token_columns(
+    sequences: Sequence[tuple[Int32Array, BoolArray]], of_sequences: SampleColumns = MappingProxyType({})
+) -> TokenColumns:
     """Ids and targets of sequences, at least one, as columns."""
     input_ids, target = (np.concatenate(arrays) for arrays in zip(*sequences, strict=True))
-    return TokenColumns(offsets_of([len(ids) for ids, _ in sequences]), input_ids, target)
+    return TokenColumns(offsets_of([len(ids) for ids, _ in sequences]), input_ids, target, of_sequences)
 
 
 @dataclass(frozen=True)
@@ -105,8 +132,9 @@ LEFT_OUT = {
     "end": "the token that ends the last turn",
 }
 
-#: Beside `LEFT_OUT`, with which it is counted: a token that counts begins in the prompt, or in a turn of somebody else.
-SHARED = "shared"
+#: Beside `LEFT_OUT`, with which they are counted: a token that counts begins in the prompt, or in a turn of somebody
+#: else; and a chosen answer is the rejected one.
+SHARED, EQUAL = "shared", "equal"
 
 
 @dataclass

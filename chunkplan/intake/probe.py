@@ -23,7 +23,8 @@ from chunkplan.intake.records import JsonObject, RecordError, Rejected
 from chunkplan.intake.schemas import RecordLayout, detect, parse
 from chunkplan.intake.schemas.detection import columns_inside, is_null, refuse_missing
 from chunkplan.intake.schemas.fields import TRY, LayoutError
-from chunkplan.intake.schemas.tokens import marks_of
+from chunkplan.intake.schemas.rollouts import numbers_of
+from chunkplan.intake.schemas.tokens import OF_TOKENS, marks_of
 from chunkplan.intake.signatures import kind_of
 from chunkplan.intake.source import Source
 from chunkplan.intake.sources import COMPRESSIONS, LINK, SourceFile
@@ -147,16 +148,23 @@ def find_layout(source: Source, records: Sequence[JsonObject]) -> RecordLayout:
     """
     if not records:  # nothing to be found out, and nothing that a schema could be wrong for
         return _NO_RECORD
-    columns, schema, ignored = source.overrides
+    columns, schema, ignored, labels = source.overrides
     said, inside = columns_inside(columns)
     try:
         before = _NO_RECORD if not ignored else replace(_NO_RECORD, ignored=ignored)
         refuse_missing(inside, columns, map(before.as_read, records))
         records = list(map(replace(before, inside=inside).as_read, records))
         found = detect(records, schema=schema, columns=said or default_columns(source.file))
-        marks = dict.fromkeys(key for record in records for key in marks_of(record, found.columns))
-        marks_of_all = tuple(marks) if found.schema == "input_ids" else None
-        return replace(found, ignored=ignored, marks=marks_of_all, inside=inside)
+        is_tokens = found.schema in OF_TOKENS
+        marks = dict.fromkeys(key for record in records for key in marks_of(record, found.columns) if is_tokens)
+        numbers = next(filter(None, (numbers_of(record, found.columns) for record in records if is_tokens)), ())
+        if labels and "label" not in found.columns and found.schema != "preference":
+            hint = "give data with `label` beside each answer, or leave --kto-negatives out"
+            raise LayoutError(
+                f"--kto-negatives keep, and no answer is labelled in data of schema {found.schema}", hint=hint
+            )
+        found = replace(found, ignored=ignored, marks=tuple(marks) if is_tokens else None, inside=inside)
+        return replace(found, labels=labels and "label" in found.columns, numbers=numbers)
     except LayoutError as error:
         raise LayoutError(error.message, hint=error.hint, where=source.name, missing=error.missing) from error
     except DataError as error:

@@ -4,24 +4,37 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
 import msgspec
 import numpy as np
 
-from chunkplan.arrays import BoolArray, Int32Array, Int64Array, offsets_of
+from chunkplan.arrays import BoolArray, Int32Array, Int64Array
 from chunkplan.config.intake import IntakeOptions
+from chunkplan.errors import UsageError
 from chunkplan.intake.backends import load_tokenizer
-from chunkplan.intake.pieces import Batch, LengthColumn, Piece, PieceResult, TokenColumns, add_left_out, token_columns
+from chunkplan.intake.pieces import (
+    EQUAL,
+    Batch,
+    LengthColumn,
+    Piece,
+    PieceResult,
+    SampleColumns,
+    TokenColumns,
+    add_left_out,
+    token_columns,
+)
 from chunkplan.intake.readers import digest, read
 from chunkplan.intake.records import (
     HINTS_OF_ALL,
     Conversation,
     Exchange,
+    Labelled,
+    Pair,
     PromptRecord,
     Record,
     RecordError,
@@ -30,9 +43,13 @@ from chunkplan.intake.records import (
     TokensRecord,
 )
 from chunkplan.intake.schemas import RecordLayout
+from chunkplan.intake.schemas.tokens import OF_TOKENS
 from chunkplan.intake.store import MOST, PieceWriter, Store, check_room
-from chunkplan.intake.tokenizer import RecordTokenizer, by_turns, without_padded
+from chunkplan.intake.tokenizer import RecordTokenizer, by_turns, from_divergence, without_padded
+from chunkplan.planfile.analysis_writer import NO_COLUMNS
 from chunkplan.planfile.manifest import add_unread, most_unread
+from chunkplan.planfile.samples import IN_WORDS
+from chunkplan.planfile.schema import TOKEN_COLUMNS
 
 #: Goes into every key: a change of the results of pieces needs a new number.
 _VERSION = 10
@@ -66,6 +83,7 @@ def process(settings: IntakeSettings, piece: Piece, layout: RecordLayout, report
     Raises RecordError: `--on-error stop`, and a record cannot become a sequence; UsageError: records need a chat
     template that is not there, or the disk is full.
     """
+    refuse_together(layout, settings.options)
     store = Store(settings.store, is_trusted=settings.use_cache)
     found = digest(piece)
     result = PieceResult(piece_key(settings, layout, found, piece.reader, piece.origin), found, piece.reader)
@@ -73,11 +91,11 @@ def process(settings: IntakeSettings, piece: Piece, layout: RecordLayout, report
         report(piece.share, known.num_tokens)
         return known
     options = settings.options
-    if options.stores_tokens and (settings.tokenizer or layout.schema == "input_ids"):
+    if options.stores_tokens and (settings.tokenizer or layout.schema in OF_TOKENS):
         check_room(store.root, MOST * piece.num_bytes, "the next piece")
     encoder = _encoder(settings)
     with store.adding(result) as folder:
-        writer = PieceWriter(folder, result)
+        writer = PieceWriter(folder, result, stored_columns(layout, options))
         task = _Task(writer, result, encoder, options)
         num_read, num_reported = 0, 0
         for batch in read(piece, layout, max_record_bytes=options.max_record_bytes, sample=options.sample):
@@ -123,6 +141,8 @@ def piece_key(settings: IntakeSettings, layout: RecordLayout, found: str, reader
         "ignored": sorted(layout.ignored),
         **({"inside": layout.inside} if layout.inside else {}),
         "marks": layout.marks and sorted(layout.marks),
+        **({"labels": True} if layout.labels else {}),
+        **({"numbers": layout.numbers} if layout.numbers else {}),
         "tokenizer": settings.identity,
         "turns": options.turns,
         "max_length": options.max_length,
@@ -133,6 +153,28 @@ def piece_key(settings: IntakeSettings, layout: RecordLayout, found: str, reader
         "max_record_bytes": options.max_record_bytes,
     }
     return hashlib.sha256(json.dumps(dependencies, sort_keys=True).encode()).hexdigest()
+
+
+def refuse_together(layout: RecordLayout, options: IntakeOptions) -> None:
+    """Raise UsageError for options that take apart what belongs together in samples of a layout."""
+    kind, _ = layout.samples
+    if kind in ("preference", "labelled") and options.turns == "each":
+        raise UsageError(
+            f"--train-turns each with {IN_WORDS[kind]}, which say something of one answer",
+            hint="leave it out, or say --train-turns last",
+        )
+    if kind == "rollouts" and options.sample is not None:
+        raise UsageError(
+            "--sample takes groups of rollouts apart, each of which is trained whole",
+            hint="leave it out; lengths of rollouts are known without a tokenizer",
+        )
+
+
+def stored_columns(layout: RecordLayout, options: IntakeOptions) -> tuple[str, ...]:
+    """The columns of samples that are stored of a piece; where sequences stand says which are a pair."""
+    kind, columns = layout.samples
+    stored = () if kind == "preference" else columns
+    return tuple(name for name in stored if options.stores_tokens or name not in TOKEN_COLUMNS.names)
 
 
 def prepare(tokenizer: str | None, chat_template: str | None, today: str) -> None:
@@ -177,9 +219,15 @@ class _Task:
         before = result.num_sequences - result.num_more
         match batch.records:
             case LengthColumn(num_tokens):
-                self._lengths(batch.numbers, num_tokens)
+                self._lengths(batch.numbers, num_tokens, {})
             case [TokensRecord(), *_] as records:
                 self._documents(batch.numbers, [one for one in records if isinstance(one, TokensRecord)])
+            case [Pair(), *_] as records:
+                self._pairs(batch.numbers, [one for one in records if isinstance(one, Pair)])
+            case [Labelled(), *_] as records:
+                labelled = [one for one in records if isinstance(one, Labelled)]
+                labels = {"label": np.array([one.label for one in labelled])}
+                self._sequences(*self._by_turns(batch.numbers, [one.record for one in labelled]), labels)
             case records:
                 self._sequences(*self._by_turns(batch.numbers, records))
         num_left_out = batch.num_records - (result.num_sequences - result.num_more - before + len(self._rejected))
@@ -208,6 +256,13 @@ class _Task:
         counts = [len(record.begins) for record in records]
         self._result.num_more += sum(counts) - len(counts)
         found = token_columns([document for record in records for document in record.documents])
+        if rollouts := [record.rollout for record in records if record.rollout is not None]:  # of one document each
+            of_sequences, of_tokens = rollouts[0].of_sequence.keys(), rollouts[0].of_tokens.keys()
+            found = replace(
+                found,
+                of_sequences={name: np.array([one.of_sequence[name] for one in rollouts]) for name in of_sequences},
+                of_tokens={name: np.concatenate([one.of_tokens[name] for one in rollouts]) for name in of_tokens},
+            )
         numbers, found, rejected = without_padded(np.repeat(numbers, counts), found, self._encoder)
         self._rejected += rejected
         self._tokens(numbers, found)
@@ -225,13 +280,46 @@ class _Task:
             made += several
         return owners, made
 
-    def _sequences(self, owners: list[int], records: list[Record]) -> None:
+    def _pairs(self, numbers: Int64Array, pairs: list[Pair]) -> None:
+        """Add both sequences of each pair, the chosen one first, or reject the pair."""
+        owners, sides = self._by_turns(
+            np.repeat(numbers, 2), [side for pair in pairs for side in (pair.chosen, pair.rejected)]
+        )
+        left_out: dict[int, set[str]] = {}
+        encoded = None if self._encoder is None else self._encoder.encode(sides, left_out)
+        self._result.is_estimated |= encoded is None
+        kept: list[tuple[int, tuple[Int32Array, BoolArray] | None]] = []
+        lengths: list[int] = []
+        for place in range(0, len(sides), 2):
+            two = sides[place : place + 2]
+            try:
+                found = pair_of(two, encoded and encoded[place : place + 2], self._encoder)
+                own = [len(one[0]) for one in found] if found else [min(estimate_tokens(one), _LONGEST) for one in two]
+                refuse_long(max(own), self._options, "a pair")
+            except RecordError as error:
+                self._rejected.append(error.of_row(owners[place]))
+                continue
+            kept += [(place, found[0] if found else None), (place + 1, found[1] if found else None)]
+            lengths += own
+            kinds = {EQUAL} if found and np.array_equal(found[0][0], found[1][0]) else set[str]()
+            add_left_out(self._result, kinds.union(left_out.get(place, ()), left_out.get(place + 1, ())), owners[place])
+        if not kept:
+            return
+        self._result.num_more += len(kept) // 2
+        numbers = np.array([owners[place] for place, _ in kept], np.int64)
+        sequences = [one for _, one in kept if one is not None]
+        if sequences:
+            self._tokens(numbers, token_columns(sequences))
+        else:
+            self._lengths(numbers, np.array(lengths, np.int32), {})
+
+    def _sequences(self, owners: list[int], records: list[Record], more: SampleColumns = NO_COLUMNS) -> None:
         """Add what `records` become; those of one record are kept or rejected each by itself."""
         self._result.num_more += len(owners) - len(set(owners))
         if self._encoder is None:
             self._result.is_estimated = True
             lengths = [min(estimate_tokens(record), _LONGEST) for record in records]
-            self._lengths(np.array(owners, np.int64), np.array(lengths, np.int32))
+            self._lengths(np.array(owners, np.int64), np.array(lengths, np.int32), more)
             return
         encoded: list[tuple[Int32Array, BoolArray]] = []
         kept: list[int] = []
@@ -244,48 +332,48 @@ class _Task:
                 kept.append(place)
         if not encoded:
             return
-        is_kept = self._tokens(np.array(owners, np.int64)[kept], token_columns(encoded))
+        of_kept = {name: values[kept] for name, values in more.items()}
+        is_kept = self._tokens(np.array(owners, np.int64)[kept], token_columns(encoded, of_kept))
         for place in np.array(kept)[is_kept].tolist():
             if place in left_out:
                 add_left_out(self._result, left_out[place], owners[place])
 
     def _tokens(self, numbers: Int64Array, found: TokenColumns) -> BoolArray:
         """Add sequences; which of them are kept, bool [n]."""
-        offsets, input_ids, target = found.offsets, found.input_ids, found.target
-        lengths = np.diff(offsets)
-        kept, cut = self._limit(numbers, lengths)
-        if not kept.all() or not np.array_equal(cut, lengths):
-            places = np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths)
-            wanted = places < np.repeat(np.where(kept, cut, 0), lengths)
-            input_ids, target = input_ids[wanted], target[wanted]
-            numbers, lengths = numbers[kept], cut[kept]
-            offsets = offsets_of(lengths)
-        if not numbers.size:
+        is_rollout = "group" in found.of_sequences
+        kept, cut = self._limit(numbers, np.diff(found.offsets), "a rollout" if is_rollout else "")
+        found = found.kept(kept, cut)
+        if not kept.any():
             return kept
-        num_targets = np.add.reduceat(target, offsets[:-1], dtype=np.int64)
-        self._writer.add_lengths(numbers, lengths.astype(np.int32), num_targets.astype(np.int32))
+        num_targets = np.add.reduceat(found.target, found.offsets[:-1], dtype=np.int64)
+        lengths = cut[kept].astype(np.int32)
+        self._writer.add_lengths(numbers[kept], lengths, num_targets.astype(np.int32), found.of_sequences)
         if self._options.stores_tokens:
-            self._writer.add_tokens(offsets, input_ids, target)
+            self._writer.add_tokens(found)
         return kept
 
-    def _lengths(self, numbers: Int64Array, lengths: Int32Array) -> None:
+    def _lengths(self, numbers: Int64Array, lengths: Int32Array, more: SampleColumns) -> None:
         kept, cut = self._limit(numbers, lengths.astype(np.int64))
         lengths = cut[kept].astype(np.int32)
-        self._writer.add_lengths(numbers[kept], lengths, lengths - 1)
+        of_kept = {name: values[kept] for name, values in more.items()}
+        self._writer.add_lengths(numbers[kept], lengths, lengths - 1, of_kept)
 
-    def _limit(self, numbers: Int64Array, lengths: Int64Array) -> tuple[BoolArray, Int64Array]:
-        """Apply the length limit: mask of the sequences that are kept, bool [n], and their lengths, int64 [n]."""
+    def _limit(self, numbers: Int64Array, lengths: Int64Array, whole: str = "") -> tuple[BoolArray, Int64Array]:
+        """Apply the length limit: mask of the sequences that are kept, bool [n], and their lengths, int64 [n].
+
+        Where `whole` says of what they are, none is cut.
+        """
         options = self._options
         limit = options.max_length if options.max_length is not None else _LONGEST
         is_long = lengths > limit
         if not is_long.any():
             return ~is_long, lengths
-        if options.max_length is not None and options.long == "truncate":
+        if options.max_length is not None and options.long == "truncate" and not whole:
             self._result.num_truncated += int(is_long.sum())
             self._result.num_truncated_tokens += int((lengths - limit)[is_long].sum())
             return np.ones(len(lengths), np.bool_), np.minimum(lengths, limit)
         for number, length in zip(numbers[is_long].tolist(), lengths[is_long].tolist(), strict=True):
-            self._rejected.append(too_long(number, length, options.max_length))
+            self._rejected.append(too_long(number, length, options.max_length, whole))
         return ~is_long, lengths
 
 
@@ -314,9 +402,49 @@ def estimate_tokens(record: Record) -> int:
     return max(1, -(-num_bytes // _BYTES_PER_TOKEN))
 
 
-def too_long(number: int, num_tokens: int, max_length: int | None) -> Rejected:
-    """The entry of a record whose sequence has more tokens than are asked for, or than there can be."""
+def pair_of(
+    sides: Sequence[Record],
+    encoded: Sequence[tuple[Int32Array, BoolArray] | RecordError] | None,
+    tokenizer: RecordTokenizer | None,
+) -> tuple[tuple[Int32Array, BoolArray], tuple[Int32Array, BoolArray]] | None:
+    """Tokens and targets of the two sides of a pair; None without a tokenizer.
+
+    Raises RecordError: one has none, or nothing in it counts.
+    """
+    found = []
+    for one in encoded or ():
+        if isinstance(one, RecordError):
+            raise one
+        found.append(one)
+    if not found or tokenizer is None:
+        return None
+    is_text = all(
+        isinstance(side, PromptRecord) or (isinstance(side, Exchange) and tokenizer.template is None) for side in sides
+    )
+    chosen, rejected = from_divergence(*found) if is_text else found
+    for name, (_, target) in (("chosen", chosen), ("rejected", rejected)):
+        if not target.any():
+            hint = "give an answer of the assistant to both, or leave this record out"
+            raise RecordError(f"nothing of `{name}` counts in the loss", reason="schema", hint=hint)
+    return chosen, rejected
+
+
+def refuse_long(num_tokens: int, options: IntakeOptions, whole: str) -> None:
+    """Raise RecordError for more tokens than are asked for, or than there can be, of what is not to be cut."""
+    if num_tokens > (_LONGEST if options.max_length is None else options.max_length):
+        _, reason, message, hint = too_long(0, num_tokens, options.max_length, whole)
+        raise RecordError(message, reason=reason, hint=hint)
+
+
+def too_long(number: int, num_tokens: int, max_length: int | None, whole: str = "") -> Rejected:
+    """The entry of a record whose sequence has more tokens than are asked for, or than there can be.
+
+    `whole` says of what is not to be cut.
+    """
     limit = _LONGEST if max_length is None else max_length
+    if whole and max_length is not None:
+        message = f"{num_tokens:,} tokens, more than {limit:,}, and {whole} that is cut is another one"
+        return Rejected(number, "too-long", message, "raise --max-length; --overlong drop leaves such out, counted")
     hint = (
         f"raise --max-length; --overlong truncate cuts {num_tokens - limit:,} tokens off it, --overlong drop leaves it "
         "out; both do so with all that are longer, counted"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from chunkplan.arrays import BoolArray, Int32Array, Int64Array
+from chunkplan.arrays import BoolArray, Float32Array, Int32Array, Int64Array
 from chunkplan.errors import DataError
 
 #: An object of JSON that somebody else wrote: a record, a message, a tool, a configuration. Nothing is known of what is
@@ -111,6 +112,34 @@ class Exchange:
 
 
 @dataclass(frozen=True)
+class Pair:
+    """A better and a worse answer to one prompt: each becomes a sequence, and both come in one step."""
+
+    chosen: PromptRecord | Exchange | Conversation
+    rejected: PromptRecord | Exchange | Conversation
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """A record that says whether its answer is a good one."""
+
+    record: PromptRecord | Exchange | Conversation
+    label: bool
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """Numbers of a sequence that a policy sampled.
+
+    `of_sequence` has its `group`, a hash of what the others of its group have too, and maybe `reward` and `advantage`;
+    `of_tokens` lists of float32, as long as its tokens and 0 at those that are no targets.
+    """
+
+    of_sequence: Mapping[str, float]
+    of_tokens: Mapping[str, Float32Array]
+
+
+@dataclass(frozen=True)
 class TokensRecord:
     """A record that is tokens already: ids int32 [n] and target mask bool [n], n >= 1, target[0] false.
 
@@ -120,6 +149,7 @@ class TokensRecord:
     input_ids: Int32Array
     target: BoolArray
     begins: Int64Array
+    rollout: Rollout | None = None
 
     @property
     def documents(self) -> list[tuple[Int32Array, BoolArray]]:
@@ -135,7 +165,7 @@ class LengthRecord:
     num_tokens: int
 
 
-Record = TextRecord | PromptRecord | Conversation | Exchange | TokensRecord | LengthRecord
+Record = TextRecord | PromptRecord | Conversation | Exchange | Pair | Labelled | TokensRecord | LengthRecord
 
 #: Why a record is rejected: the names in reports and in rejected.jsonl, and what they mean.
 REASONS = {
@@ -145,7 +175,7 @@ REASONS = {
     "too-deep": "nested deeper than the parser allows",
     "duplicate-keys": "the same key twice in one object",
     "schema": "keys or types that are not those of the source's schema",
-    "unsupported": "what is not planned: preference pairs, images, weights other than 0 and 1",
+    "unsupported": "what is not planned: images, weights other than 0 and 1, other layouts of preference pairs",
     "undesirable": "an answer labelled as a bad one (`label`: false)",
     "empty": "nothing to train on: no text, or nothing but whitespace",
     "untrained": "a flag says that nothing of it counts in the loss",

@@ -30,6 +30,9 @@ from chunkplan.planfile.analysis import record_place
 from chunkplan.planfile.manifest import SourceEntry, add_unread, most_unread
 from chunkplan.quantities import counted
 
+#: Layouts that were found before data could be pairs and rollouts are found anew.
+_READS = 7
+
 
 @dataclass
 class Source:
@@ -57,10 +60,10 @@ class Source:
     @property
     def request(self) -> str:
         """The requested format and layout as JSON."""
-        columns, schema, ignored = self.overrides
+        columns, schema, ignored, labels = self.overrides
         split = [self.file.text_split] if self.file.text_split else []
         asked = [self.file.kind, self.file.compression, schema, sorted(columns.items()), sorted(ignored), *split]
-        return json.dumps(asked)
+        return json.dumps([*asked, labels, _READS])
 
     @property
     def is_complete(self) -> bool:

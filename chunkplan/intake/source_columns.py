@@ -29,11 +29,12 @@ class _Entry(NamedTuple):
 
 
 class LayoutOverrides(NamedTuple):
-    """The user's layout of a source: the key of each role, the schema, and the keys to ignore."""
+    """The user's layout of a source: the key of each role, the schema, the keys to ignore, whether labels are kept."""
 
     columns: dict[str, str]
     schema: str | None
     ignored: tuple[str, ...]
+    labels: bool = False
 
 
 NO_OVERRIDES = LayoutOverrides({}, None, ())
@@ -47,7 +48,8 @@ def overrides_of_sources(options: IntakeOptions, paths: Sequence[str]) -> list[L
     formats = _of_sources(list(_entries(options.formats)), paths)
     schemas = [one["schema"].value if "schema" in one else options.schema for one in formats]
     ignored = ignored_of_sources(options.ignore_columns, paths)
-    return list(map(LayoutOverrides, columns_of_sources(options.columns, paths), schemas, ignored))
+    labels = [options.undesirable == "keep"] * len(schemas)
+    return list(map(LayoutOverrides, columns_of_sources(options.columns, paths), schemas, ignored, labels))
 
 
 def without_unused(options: IntakeOptions, paths: Sequence[str]) -> tuple[IntakeOptions, list[str]]:

@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,20 +21,22 @@ from time import time_ns
 from typing import Any, BinaryIO, TextIO, TypedDict
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
-from chunkplan.arrays import BoolArray, Int32Array, Int64Array
+from chunkplan.arrays import Int32Array, Int64Array
 from chunkplan.errors import UsageError
 from chunkplan.files.folder import CACHE_TAG, remove_left_behind, temporary_folder
-from chunkplan.intake.pieces import PieceResult
+from chunkplan.intake.pieces import PieceResult, SampleColumns, TokenColumns
 from chunkplan.intake.records import JsonObject, Rejected
 from chunkplan.planfile.analysis_writer import TokenFile
 from chunkplan.planfile.hashing import sequence_digests
-from chunkplan.planfile.schema import to_arrow, to_numpy
+from chunkplan.planfile.schema import SAMPLE_COLUMNS, analysis_schemas, to_arrow, to_numpy
 
 LENGTHS, TOKENS, DIGESTS, REJECTED = "lengths.arrow", "tokens.arrow", "digests.bin", "rejected.jsonl"
 _RESULT = "piece.json"
 
+#: And the columns that only samples have; of a group the hash of what those of it have.
 _SCHEMA = pa.schema([("number", pa.int64()), ("num_tokens", pa.int32()), ("num_target_tokens", pa.int32())])
 
 #: What the specification of the tag wants in it.
@@ -221,32 +223,38 @@ def _is_released(folder: Path) -> bool:
 
 
 class PieceWriter:
-    """Fills `folder`, and `result` with what it counts."""
+    """Fills `folder`, and `result` with what it counts; with the `columns` that only samples have."""
 
-    def __init__(self, folder: Path, result: PieceResult) -> None:
+    def __init__(self, folder: Path, result: PieceResult, columns: Collection[str] = ()) -> None:
         self._folder = folder
         self._result = result
-        self._lengths: list[tuple[Int64Array, Int32Array, Int32Array]] = []
+        self._schema = pa.schema([*_SCHEMA, *(field for field in SAMPLE_COLUMNS if field.name in columns)])
+        _, self._token_schema = analysis_schemas(columns)
+        self._lengths: list[tuple[npt.NDArray[Any], ...]] = []
         self._tokens: TokenFile | None = None
         self._digests: BinaryIO | None = None
         self._rejected: TextIO | None = None
 
-    def add_lengths(self, numbers: Int64Array, num_tokens: Int32Array, num_targets: Int32Array) -> None:
+    def add_lengths(
+        self, numbers: Int64Array, num_tokens: Int32Array, num_targets: Int32Array, more: SampleColumns
+    ) -> None:
         """Append n sequences; all arrays [n]."""
-        self._lengths.append((numbers, num_tokens, num_targets))
+        others = (more[name] for name in self._schema.names[len(_SCHEMA) :])
+        self._lengths.append((numbers, num_tokens, num_targets, *others))
         self._result.num_sequences += len(numbers)
         self._result.num_tokens += int(num_tokens.sum(dtype=np.int64))
         self._result.num_target_tokens += int(num_targets.sum(dtype=np.int64))
 
-    def add_tokens(self, offsets: Int64Array, input_ids: Int32Array, target: BoolArray) -> None:
-        """Append the tokens of sequences; [offsets[i], offsets[i + 1]) are those of the i-th."""
+    def add_tokens(self, found: TokenColumns) -> None:
+        """Append the tokens of sequences."""
         if self._tokens is None:
-            self._tokens = TokenFile(self._folder / TOKENS)
+            self._tokens = TokenFile(self._folder / TOKENS, self._token_schema)
             self._digests = (self._folder / DIGESTS).open("wb")
         assert self._digests is not None
-        self._tokens.add(np.diff(offsets), input_ids, target)
-        self._digests.write(sequence_digests(offsets, input_ids, target))
-        self._result.max_token_id = max(self._result.max_token_id or 0, int(input_ids.max()))
+        more = [found.of_tokens[name] for name in self._token_schema.names[2:]]
+        self._tokens.add(np.diff(found.offsets), found.input_ids, found.target, *more)
+        self._digests.write(sequence_digests(found.offsets, found.input_ids, found.target, *more))
+        self._result.max_token_id = max(self._result.max_token_id or 0, int(found.input_ids.max()))
 
     def reject(self, rejected: Sequence[Rejected]) -> None:
         """Note records that were left out."""
@@ -258,10 +266,10 @@ class PieceWriter:
 
     def close(self) -> None:
         """Write what is left into the files, and close them."""
-        with pa.ipc.new_file(str(self._folder / LENGTHS), _SCHEMA) as file:
+        with pa.ipc.new_file(str(self._folder / LENGTHS), self._schema) as file:
             if self._lengths:
                 columns = [to_arrow(np.concatenate(arrays)) for arrays in zip(*self._lengths, strict=True)]
-                file.write_batch(pa.record_batch(columns, schema=_SCHEMA))
+                file.write_batch(pa.record_batch(columns, schema=self._schema))
         if self._tokens is not None:
             self._tokens.close()
             self._result.has_tokens, self._result.rows = True, self._tokens.rows
@@ -270,13 +278,13 @@ class PieceWriter:
                 file.close()
 
 
-def read_lengths(folder: Path) -> tuple[Int64Array, Int32Array, Int32Array]:
-    """Numbers, tokens and target tokens of the sequences of a piece, each [num_sequences]."""
+def read_lengths(folder: Path) -> tuple[Int64Array, Int32Array, Int32Array, SampleColumns]:
+    """Numbers, tokens and target tokens of the sequences of a piece, each [num_sequences], and columns of samples."""
     file = pa.ipc.open_file(pa.memory_map(str(folder / LENGTHS)))
     if not file.num_record_batches:
-        return np.empty(0, np.int64), np.empty(0, np.int32), np.empty(0, np.int32)
-    numbers, num_tokens, num_targets = map(to_numpy, file.get_batch(0).columns)
-    return numbers, num_tokens, num_targets
+        return np.empty(0, np.int64), np.empty(0, np.int32), np.empty(0, np.int32), {}
+    numbers, num_tokens, num_targets, *others = map(to_numpy, file.get_batch(0).columns)
+    return numbers, num_tokens, num_targets, dict(zip(file.schema.names[len(_SCHEMA) :], others, strict=True))
 
 
 def read_rejected(folder: Path) -> Iterator[Rejected]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias, TypedDict, TypeVar
 
 import numpy as np
 
-from chunkplan.arrays import BoolArray, Int32Array, Int64Array, offsets_of
+from chunkplan.arrays import BoolArray, Int32Array, Int64Array
 from chunkplan.config.intake import IntakeOptions, Turns
 from chunkplan.errors import UsageError
 from chunkplan.intake.pieces import SHARED, TokenColumns
@@ -218,6 +218,19 @@ class RecordTokenizer:
         return input_ids, target
 
 
+def from_divergence(chosen: Encoded, rejected: Encoded) -> tuple[Encoded, Encoded]:
+    """Both texts of a pair with all tokens as targets from the first on that differs, or is one in either.
+
+    So tokens that are merged over the end of the prompt in one of the two count in both.
+    """
+    length = min(len(chosen[0]), len(rejected[0]))
+    firsts = [int(np.argmax(target)) for _, target in (chosen, rejected) if target.any()]
+    differs = chosen[0][:length] != rejected[0][:length]
+    begin = max(min([int(np.argmax(differs)) if differs.any() else length, *firsts]), 1)
+    counted = [(ids, np.arange(len(ids)) >= begin) for ids, _ in (chosen, rejected)]
+    return counted[0], counted[1]
+
+
 def size_of(text: str) -> int:
     """Approximate bytes of `text` in UTF-8, without encoding it."""
     return len(text) if text.isascii() else 3 * len(text)
@@ -302,6 +315,4 @@ def without_padded(
         f"it begins or ends with padding ({' or '.join(names)}) that counts in the loss, as nothing marks it as padding"
     )
     rejected = [Rejected(number, "schema", message, _PADDING_HINT) for number in numbers[is_bad].tolist()]
-    kept, lengths = np.repeat(~is_bad, np.diff(found.offsets)), np.diff(found.offsets)[~is_bad]
-    columns = TokenColumns(offsets_of(lengths), found.input_ids[kept], found.target[kept])
-    return numbers[~is_bad], columns, rejected
+    return numbers[~is_bad], found.kept(~is_bad, np.diff(found.offsets)), rejected

@@ -85,7 +85,7 @@ class Analysis:
 
     @property
     def samples(self) -> str | None:
-        """The kind of samples, out of `schema.SAMPLES`: "preference", "labelled" or "rollouts"; None: ordinary ones."""
+        """The kind of samples, out of `losses.SAMPLES`: "preference", "labelled" or "rollouts"; None: ordinary ones."""
         samples: str | None = self.manifest.get("samples")
         return samples
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
 from chunkplan.config.intake import IntakeOptions
+from chunkplan.config.losses import SAMPLES
 from chunkplan.config.plan import MAY_LACK, PlanConfig
 from chunkplan.cost.model import CostModel
 from chunkplan.cost.shape import FULL, AttentionPattern
@@ -35,7 +36,7 @@ from chunkplan.errors import DataError, UsageError
 from chunkplan.files.folder import MANIFEST
 from chunkplan.files.json_file import read_json, refuse_outside
 from chunkplan.options import entries_of
-from chunkplan.planfile.schema import SAMPLE_COLUMNS, SAMPLES, SCHEMA_VERSION, TOKEN_COLUMNS
+from chunkplan.planfile.schema import SAMPLE_COLUMNS, SCHEMA_VERSION, TOKEN_COLUMNS
 from chunkplan.quantities import counted
 
 _HINT = "write it again with `chunkplan analyze` or `chunkplan build`"

@@ -44,10 +44,6 @@ SEQUENCES = _schema(
 #: Rows are in sequence_id order; the manifest says which is the first of each file.
 TOKENS = _schema(input_ids=_list(pa.int32()), target=_list(pa.bool_()))
 
-#: Kinds of samples beside ordinary ones: pairs of a better and a worse answer, answers that are labelled as good or
-#: bad, and what a policy has answered, with its rewards or advantages.
-SAMPLES = ("preference", "labelled", "rollouts")
-
 #: Columns of sequences.parquet, and of the token files, that only samples have. Those of tokens are as long as
 #: `input_ids`, and 0 where a token is no target.
 SAMPLE_COLUMNS = _schema(group=pa.int64(), label=pa.bool_(), reward=pa.float64(), advantage=pa.float64())

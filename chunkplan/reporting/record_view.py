@@ -17,8 +17,17 @@ from chunkplan.errors import UsageError
 from chunkplan.intake.backends import load_tokenizer
 from chunkplan.intake.one_record import FoundRecord, find_record, read_place
 from chunkplan.intake.pieces import LEFT_OUT, SHARED, token_columns
-from chunkplan.intake.process import too_long
-from chunkplan.intake.records import Conversation, Exchange, LengthRecord, Record, RecordError, TokensRecord
+from chunkplan.intake.process import pair_of, too_long
+from chunkplan.intake.records import (
+    Conversation,
+    Exchange,
+    Labelled,
+    LengthRecord,
+    Pair,
+    Record,
+    RecordError,
+    TokensRecord,
+)
 from chunkplan.intake.schemas import SCHEMAS, count_unread
 from chunkplan.intake.tokenizer import Encoded, RecordTokenizer, by_turns, turns_of, without_padded
 from chunkplan.planfile.analysis import Analysis
@@ -183,6 +192,8 @@ def _made_of(
     if isinstance(record, LengthRecord):
         sequence = _limited(SequenceView(trained=(), num_tokens=record.num_tokens), options)
         return _view(found, options, {options.turns: (sequence,)})
+    if isinstance(record, Labelled):
+        record = record.record
     if tokenizer is None and not isinstance(record, TokensRecord):
         raise UsageError(
             "no tokenizer is known, so nothing says what this record becomes",
@@ -193,8 +204,12 @@ def _made_of(
         record = record.conversation
     if isinstance(record, TokensRecord):
         documents = [_unless_padded(document, tokenizer) for document in record.documents]
-        sequences = _views(documents, [()] * len(documents), options, tokenizer, most_tokens)
+        whole = "" if record.rollout is None else "a rollout"
+        sequences = _views(documents, [()] * len(documents), options, tokenizer, most_tokens, whole=whole)
         return _view(found, options, {options.turns: sequences})
+    if isinstance(record, Pair):
+        assert tokenizer is not None
+        return _view(found, options, {options.turns: _pair(record, options, tokenizer, most_tokens)})
     if not isinstance(record, Conversation):
         assert tokenizer is not None
         sequences = _sequences([record], [()], options, tokenizer, most_tokens)
@@ -209,6 +224,23 @@ def _made_of(
     rejected = _first_rejected(made[options.turns])
     rendered = _rendered(record, tokenizer) if rejected is not None and rejected.reason == "template" else None
     return _view(found, options, made, conversation=record, num_turns=len(turns), rendered=rendered)
+
+
+def _pair(
+    pair: Pair, options: IntakeOptions, tokenizer: RecordTokenizer, most_tokens: int | None
+) -> tuple[SequenceView, ...]:
+    """Both sequences of a pair, the chosen one first."""
+    sides: list[Record] = [
+        by_turns(side, options.turns)[-1] if isinstance(side, Conversation) else side
+        for side in (pair.chosen, pair.rejected)
+    ]
+    left_out: dict[int, set[str]] = {}
+    encoded = tokenizer.encode(sides, left_out)
+    try:
+        encoded = [*(pair_of(sides, encoded, tokenizer) or ())]
+    except RecordError as error:
+        encoded = [error, error]
+    return _views(encoded, [()] * 2, options, tokenizer, most_tokens, left_out, whole="a pair")
 
 
 def _unless_padded(document: Encoded, tokenizer: RecordTokenizer | None) -> Encoded | RecordError:
@@ -301,15 +333,17 @@ def _views(
     tokenizer: RecordTokenizer | None,
     most_tokens: int | None,
     left_out: Mapping[int, set[str]] = MappingProxyType({}),
+    *,
+    whole: str = "",
 ) -> tuple[SequenceView, ...]:
-    """The views of sequences, which are decoded if there is a tokenizer."""
+    """The views of sequences, which are decoded if there is a tokenizer; `whole` says of what is not to be cut."""
     views = []
     for place, (one, turns) in enumerate(zip(encoded, trained, strict=True)):
         if isinstance(one, RecordError):
             views.append(SequenceView(trained=turns, rejected=_rejection(one)))
             continue
         input_ids, target = one
-        view = _limited(SequenceView(trained=turns, num_tokens=len(input_ids)), options)
+        view = _limited(SequenceView(trained=turns, num_tokens=len(input_ids)), options, whole)
         input_ids, target = input_ids[: view.num_tokens], target[: view.num_tokens]
         text = None
         if tokenizer is not None:
@@ -319,13 +353,13 @@ def _views(
     return tuple(views)
 
 
-def _limited(view: SequenceView, options: IntakeOptions) -> SequenceView:
+def _limited(view: SequenceView, options: IntakeOptions, whole: str = "") -> SequenceView:
     """The sequence as the maximum length leaves it."""
     if options.max_length is None or view.num_tokens <= options.max_length:
         return view
-    if options.long == "truncate":
+    if options.long == "truncate" and not whole:
         return replace(view, num_tokens=options.max_length, num_cut=view.num_tokens - options.max_length)
-    rejected = too_long(0, view.num_tokens, options.max_length)
+    rejected = too_long(0, view.num_tokens, options.max_length, whole)
     return replace(view, rejected=RecordRejection(rejected.reason, rejected.message, rejected.hint))
 
 

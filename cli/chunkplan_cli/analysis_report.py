@@ -16,7 +16,7 @@ from rich.text import Text
 
 from chunkplan.config.intake import CONVERSATIONS
 from chunkplan.errors import ChunkplanError
-from chunkplan.quantities import counted, power_of_two
+from chunkplan.quantities import counted, percent, power_of_two
 from chunkplan.reporting.tables import Table
 from chunkplan_cli.terminal import drawn_table, note, print_json, stderr, stdout, warn
 
@@ -39,7 +39,10 @@ _STDIN = "-"
 
 _INDENT = 5 * " "
 
-_KEPT = ("content_hash", "exact", "sample", "sources", "tokenizer", "template_hash", "options", "rejected", "truncated")
+_KEPT = (
+    *("content_hash", "exact", "sample", "sources", "tokenizer", "template_hash", "options", "rejected", "truncated"),
+    *("samples", "sample_columns"),
+)
 
 
 def print_analysis(analysis: Analysis, *, as_json: bool, replaced: str | None, beside: Sequence[str] = ()) -> None:
@@ -48,7 +51,7 @@ def print_analysis(analysis: Analysis, *, as_json: bool, replaced: str | None, b
 
     report = length_report(analysis)
     if as_json:
-        kept = {name: analysis.manifest[name] for name in _KEPT}
+        kept = {name: analysis.manifest[name] for name in _KEPT if name in analysis.manifest}
         print_json({"analysis": str(analysis.path), "report": report.to_dict(), **kept})
     else:
         print_length_report(stdout(), report, analysis)
@@ -115,10 +118,12 @@ def _say_what_was_read(analysis: Analysis, beside: Sequence[str]) -> None:
     left_out = sum(source["not_sampled"] for source in all_sources)
     more = sum(source.get("more_sequences", 0) for source in all_sources)
     _say_which_turns(analysis, sources)
+    _say_which_samples(analysis)
     if rejected or left_out or more:
         turns = sum(source.get("more_sequences", 0) for source in all_sources if source["schema"] in CONVERSATIONS)
         made = counted(records, "record") + (f" + {turns:,} more turns" if turns else "")
-        made += f" + {more - turns:,} more documents of packed rows" if more > turns else ""
+        of = "of pairs" if analysis.samples == "preference" else "documents of packed rows"
+        made += f" + {more - turns:,} more {of}" if more > turns else ""
         parts = [counted(analysis.num_sequences, "sequence")]
         parts += [f"{rejected:,} rejected"] if rejected else []
         parts += [f"{left_out:,} left out of the sample"] if left_out else []
@@ -185,6 +190,33 @@ def _say_which_turns(analysis: Analysis, sources: list[SourceEntry]) -> None:
         note(*_beside(f"trained of conversations: {words}", option))
         if thinking := _left_out(sources, "thinking"):
             note(*_indented(f"the chat template leaves out thinking {thinking}"))
+
+
+def _say_which_samples(analysis: Analysis) -> None:
+    """Print what there is of pairs, of labelled answers or of rollouts, and warn of what teaches nothing."""
+    if analysis.label is not None:
+        good = int(analysis.label.sum())
+        tokens = [int(analysis.num_tokens[which].sum(dtype="int64")) for which in (analysis.label, ~analysis.label)]
+        if analysis.samples == "preference":
+            parts = f"({tokens[0]:,} tokens of the chosen, {tokens[1]:,} of the rejected)"
+            note(*_beside(f"preference pairs: {good:,}", parts))
+        else:
+            share = percent(good / analysis.num_sequences)
+            parts = f"({tokens[0]:,} tokens of good ones, {tokens[1]:,} of bad ones)"
+            note(*_beside(f"labelled answers: {analysis.num_sequences:,}, {share} of them good", parts))
+            if good in (0, analysis.num_sequences):
+                warn(f"all answers are labelled {'good' if good else 'bad'}: a loss such as kto compares the two")
+    elif analysis.group is not None:
+        sizes = Counter(Counter(analysis.group.tolist()).values())
+        named = [f"{count:,} of {size:,}" for size, count in sorted(sizes.items(), key=lambda one: (-one[1], one[0]))]
+        columns = ", ".join(name for name in analysis.manifest["sample_columns"] if name != "group")
+        groups = f"{counted(sizes.total(), 'group')} ({_several(named[:_NAMED], len(named))})"
+        note(*_beside(f"rollouts: {analysis.num_sequences:,}, in {groups}", f"(with {columns})"))
+        if [*sizes] == [1] and "reward" in analysis.manifest["sample_columns"]:
+            warn("every group has one rollout: nothing is compared within it")
+            note("hint: name the key of the prompt with --column group=KEY")
+    if same := _left_out(analysis.manifest["sources"], "equal"):
+        warn(f"the chosen answer is the rejected one {same}: it teaches nothing".replace("sequence", "pair"))
 
 
 def _say_what_was_not_read(sources: list[SourceEntry], words: str) -> None:

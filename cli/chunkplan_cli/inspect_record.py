@@ -227,7 +227,9 @@ def _print(
             console.print()
             if len(shown) > 1:
                 size = f"{counted(one.num_tokens, 'token')}, {counted(one.num_target_tokens or 0, 'target')}"
-                console.print(Text(f"sequence {number} of {len(shown)}: {size}", style="bold"))
+                is_pair = view.schema == "preference"
+                name = ("chosen", "rejected")[number - 1] if is_pair else f"sequence {number} of {len(shown)}"
+                console.print(Text(f"{name}: {size}", style="bold"))
             print_marked(console, one.text, "--text")
     if view.rendered is not None:
         _print_plain(console, "as rendered; what counts in it is not known", [view.rendered], 0, shows_all)
@@ -335,7 +337,7 @@ def _print_plain(console: Console, title: str, parts: Sequence[str], num_more: i
 
 def _what_is_missing(view: RecordView, tokenizer: RecordTokenizer | None) -> dict[str, str]:
     """Explain what is missing for this record, and why."""
-    if view.messages is not None or not view.sequences:
+    if view.messages is not None or not view.sequences or view.schema == "preference":
         return {}
     if view.schema == "length":
         return {"text": "none: a length is all that is known of it"}

@@ -80,13 +80,15 @@ def test_a_length_beside_something_to_train_on_is_not_taken_for_all_there_is(rec
     assert detect([record], schema="length").schema == "length"
 
 
-def test_preference_pairs_and_images_are_refused_by_name() -> None:
-    pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
+def test_preference_pairs_of_another_schema_and_images_are_refused_by_name() -> None:
+    pair = {"prompt": "a", "chosen": "b", "rejected": "c", "messages": MESSAGES}
+    assert detect([pair, pair]).schema == "preference"
     with pytest.raises(RecordError, match="preference pair"):
-        detect([pair, pair])
+        detect([pair, pair], schema="messages")
     with pytest.raises(RecordError, match="`images`"):
         detect([{"messages": MESSAGES, "images": ["x"]}], schema="messages")
-    assert detect([pair, {"text": "a"}]).schema == "text"
+    with pytest.raises(DataError, match="different schemas: 1 preference, 1 text"):
+        detect([pair, {"text": "a"}])
 
 
 def test_a_named_schema_takes_the_keys_that_are_there() -> None:

@@ -38,7 +38,7 @@ def read(record: dict[str, Any]) -> Any:
         {"documents": [[0, 3], [3, 6]]},
         {"spans": [{"start": 3, "end": 6}]},
         {"targets": IDS[1:]},
-        {"advantages": [0.5] * 6},
+        {"returns": [0.5] * 6},
         {"loss_turns": [1, 2]},
     ],
 )

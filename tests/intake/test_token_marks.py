@@ -145,7 +145,7 @@ def test_a_mask_of_any_name_is_read_where_the_user_says_what_it_is() -> None:
         ({"attention_mask": [1, 1, 3, 3, 3, 3, 3, 3, 3]}, r"`attention_mask\[2\]` is 3, expected 0 or 1"),
         ({"attention_mask": [2] * 9}, r"`attention_mask\[0\]` is 2"),
         ({"mask": [0, 1] * 4 + [0]}, "`mask` is not read, and has a number for each token"),
-        ({"advantages": [0.25] * 9}, "`advantages` is not read"),
+        ({"returns": [0.25] * 9}, "`returns` is not read"),
         ({"is_answer": [True] * 9}, "`is_answer` is not read"),
         ({"pack_sizes": [4, 3, 2]}, "`pack_sizes` is not read, and has numbers that may say where documents begin"),
         ({"borders": [0, 4, 7]}, "`borders` is not read"),

@@ -21,6 +21,7 @@ from chunkplan.intake.readers import lines, numpy_files, streams, tables, texts
 from chunkplan.intake.readers.rows import make_batch
 from chunkplan.intake.records import JsonObject
 from chunkplan.intake.schemas import RecordLayout
+from chunkplan.intake.schemas.tokens import OF_TOKENS
 from chunkplan.intake.sources import SourceFile
 
 __all__ = ["alone", "cut", "default_columns", "digest", "first_records", "is_stream", "num_rows", "read"]
@@ -98,7 +99,7 @@ def read(piece: Piece, layout: RecordLayout, *, max_record_bytes: int, sample: f
         max_record_bytes: larger records are rejected; JSON lines and text are then not held in memory.
         sample: the share of records to read, by a hash of their position in the source.
     """
-    max_rows = pieces.COLUMN_RECORDS if layout.schema in ("length", "input_ids") else pieces.BATCH_RECORDS
+    max_rows = pieces.COLUMN_RECORDS if layout.schema in ("length", *OF_TOKENS) else pieces.BATCH_RECORDS
     for block in _READERS[piece.reader].rows(piece, layout, max_rows, max_record_bytes, sample):
         yield make_batch(layout, block)
 

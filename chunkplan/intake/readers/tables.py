@@ -23,7 +23,7 @@ from chunkplan.intake.records import RecordError
 from chunkplan.intake.schemas import SCHEMAS, RecordLayout
 from chunkplan.intake.schemas.keys import may_say
 from chunkplan.intake.schemas.messages import MEDIA, SUSPECT
-from chunkplan.intake.schemas.tokens import HARMLESS
+from chunkplan.intake.schemas.tokens import HARMLESS, OF_TOKENS
 from chunkplan.intake.schemas.unread import is_looked_at, named
 from chunkplan.intake.sources import SourceFile
 from chunkplan.planfile.schema import to_arrow, to_numpy
@@ -167,7 +167,7 @@ def _wanted(schema: pa.Schema, layout: RecordLayout) -> list[str]:
 
 def _is_mark(field: pa.Field, layout: RecordLayout) -> bool:
     """True if a column beside token ids may mark the loss: by its name, or as it holds lists other than of texts."""
-    if layout.schema != "input_ids" or field.name in HARMLESS:
+    if layout.schema not in OF_TOKENS or field.name in HARMLESS:
         return False
     is_lists = any(is_kind(field.type) for is_kind in _LISTS)
     return may_say(field.name) or (is_lists and not any(is_kind(field.type.value_type) for is_kind in _TEXTS))
@@ -191,7 +191,7 @@ def _decode(
 ) -> tuple[list[Row] | LengthColumn, Mapping[str, int | None]]:
     """The rows of a batch; lengths as a column where no row has to be looked at, with the other keys counted."""
     if layout is None or layout.schema != "length":
-        is_tokens = layout is not None and layout.schema == "input_ids"
+        is_tokens = layout is not None and layout.schema in OF_TOKENS
         return (_token_rows if is_tokens else _rows)(batch), {}
     return lengths_of(batch, layout) or (_rows(batch), {})
 

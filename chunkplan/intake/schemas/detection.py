@@ -50,7 +50,7 @@ def detect(
     """
     columns = SourceOverrides.of(columns or {})
     candidates = _candidates(schema, columns)
-    readable = _readable(records)
+    readable = _readable(records, is_pair=schema in (None, "preference"))
     missing = [role for role, key in columns.items() if readable and not any(key in record for record in readable)]
     if missing:
         raise _no_key(missing, columns, candidates, readable)
@@ -128,12 +128,12 @@ def _candidates(schema: str | None, columns: SourceOverrides) -> list[str]:
     return fitting
 
 
-def _readable(records: Sequence[JsonObject]) -> list[JsonObject]:
+def _readable(records: Sequence[JsonObject], is_pair: bool) -> list[JsonObject]:
     """The records that are not refused; raises the first RecordError if all are."""
     readable, refused = [], None
     for record in records:
         try:
-            refuse(record)
+            refuse(record, is_pair=is_pair)
             readable.append(record)
         except RecordError as error:
             refused = refused or error

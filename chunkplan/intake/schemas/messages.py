@@ -93,22 +93,26 @@ SUSPECT = frozenset((*(key for pair in _PREFERENCES for key in pair), *_WORSE, *
 _LIKE_NUMBERS = re.compile(r"\s*([\[0-9]|(true|false)\s*$)", re.IGNORECASE)
 
 
-def refuse(record: JsonObject) -> None:
-    """Raise RecordError for preference pairs and media; keys that are null or empty, as in tables, say nothing."""
-    for better, worse in _PREFERENCES:
+def refuse(record: JsonObject, *, is_pair: bool = False) -> None:
+    """Raise RecordError for media, and for pairs but the `chosen` and `rejected` of what `is_pair`.
+
+    Keys that are null or empty, as in tables, say nothing.
+    """
+    for better, worse in _PREFERENCES[is_pair:]:
         if record.get(better) is not None and record.get(worse) is not None:
             unsupported(
-                f"a preference pair (`{better}` and `{worse}`); one record has to be one sequence",
-                hint=f"keep the {better.partition('_')[0]} answer as a record with `messages` or `prompt` and "
-                "`completion`; the other is not trained then",
+                f"a preference pair (`{better}` and `{worse}`), and this is read as one sequence",
+                hint=f"--format preference reads `prompt`, `chosen` and `rejected`; to train the other keys: "
+                f"{ignoring(worse)}",
             )
-    for key in (*_WORSE, "rejected"):
+    for key in (*_WORSE, *(() if is_pair else ("rejected",))):
         value = record.get(key)
         is_answer = isinstance(value, list) or (isinstance(value, str) and len(value.split()) > 1)
         if value and (key in _WORSE or is_answer):
             unsupported(
-                f"a preference pair (`{key}` beside the better one); one record has to be one sequence",
-                hint=f"what is left without it is a record of its own: {ignoring(key)}",
+                f"a preference pair (`{key}` beside the better one), and this is read as one sequence",
+                hint="name the answers `chosen` and `rejected`; what is left without it is a record of its own: "
+                + ignoring(key),
             )
     _refuse_media(record)
 

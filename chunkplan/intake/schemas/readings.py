@@ -118,6 +118,8 @@ def _may_be(name: str, keys: Mapping[str, str], record: JsonObject) -> bool:
             isinstance(value, (list, dict)) or (isinstance(value, str) and len(value.split(maxsplit=1)) > 1)
             for value in record.values()
         )
+    if name == "prompt_ids+response_ids":
+        return all(isinstance(one, list) and set(map(type, one)) <= {int} for one in map(record.get, keys.values()))
     if name == "text" and (is_message(record) or ("role" in record and keys["text"] != "text")):
         return False  # it is one message of a conversation
     if name in ("text", "question+answer") and any(role != key for role, key in keys.items()):

@@ -15,6 +15,7 @@ from chunkplan.intake.records import (
     JsonObject,
     LengthRecord,
     Message,
+    Pair,
     PromptRecord,
     Record,
     RecordError,
@@ -37,12 +38,15 @@ from chunkplan.intake.schemas.fields import (
 )
 from chunkplan.intake.schemas.keys import keys_of_content
 from chunkplan.intake.schemas.messages import make_conversation, parse_messages, with_usual_names
-from chunkplan.intake.schemas.tokens import TOKEN_MARKS, marks_of, parse_tokens
+from chunkplan.intake.schemas.pairs import split_pair
+from chunkplan.intake.schemas.rollouts import ROLLOUT_ROLES
+from chunkplan.intake.schemas.tokens import TOKEN_MARKS, marks_of, parse_response, parse_tokens
 
 #: Optional roles of schemas that train an answer, and of those that are conversations as well.
 _SYSTEMS = ("system", "system_prompt", "system_message", "system_instruction", "systemInstruction")
 _BESIDE = {"system": _SYSTEMS, "history": ("history",), "label": ("label", "kto_tag")}
 _BESIDE_CHAT = {"tools": ("tools",), "functions": ("functions",), **_BESIDE}
+_BESIDE_TOKENS = {**TOKEN_MARKS, **ROLLOUT_ROLES}
 
 #: The most tokens of a record that is a length.
 _LONGEST = 2**31 - 1
@@ -53,7 +57,8 @@ class RecordLayout:
     """The layout of a source's records: a schema, and for each of its roles the key that has it.
 
     `evidence` explains the choice in a line, `ignored` are keys treated as absent, `marks` the keys that mark tokens in
-    all records of the source, None if not known. `inside` has the user's columns of messages.
+    all records of the source, None if not known. `inside` has the user's columns of messages. With `labels` every
+    answer is kept with its label. `numbers` are the columns that the rollouts of the source have.
     """
 
     schema: str
@@ -62,6 +67,15 @@ class RecordLayout:
     ignored: tuple[str, ...] = ()
     marks: tuple[str, ...] | None = None
     inside: dict[str, str] = default(default_factory=dict)
+    labels: bool = False
+    numbers: tuple[str, ...] = ()
+
+    @property
+    def samples(self) -> tuple[str | None, tuple[str, ...]]:
+        """The kind of samples that records become, None for ordinary ones, and the columns that only these have."""
+        if self.schema == "preference":
+            return "preference", ("group", "label")
+        return ("labelled", ("label",)) if self.labels else ("rollouts" if self.numbers else None, tuple(self.numbers))
 
     def as_read(self, record: JsonObject) -> JsonObject:
         """`record` without what is ignored, and with the usual names in messages; raises as `with_usual_names`."""
@@ -140,10 +154,26 @@ def refuse_label(record: JsonObject, columns: dict[str, str]) -> None:
             raise RecordError(
                 f"`{key}` is false: a bad answer, as data for KTO have them, and every answer is trained",
                 reason="undesirable",
-                hint=f"--kto-negatives drop leaves such records out, counted; remove `{key}` if it means another thing",
+                hint="--kto-negatives keep keeps labels for a loss such as kto, drop leaves such records out, counted; "
+                f"remove `{key}` if it means another thing",
             )
         if label is not None and key not in _BESIDE["label"]:  # a key that the user has named
             typed(label, bool, key)
+
+
+def label_of(record: JsonObject, columns: dict[str, str]) -> bool:
+    """The label of the answer of `record`; raises RecordError where it has none."""
+    named = columns["label"]
+    keys = _BESIDE["label"] if named in _BESIDE["label"] else (named,)
+    key = next((key for key in keys if record.get(key) is not None), named)
+    value = record.get(key)
+    if type(value) is not bool and (key != "kto_tag" or value not in (0, 1)):
+        found = json_type(value) if key in record else "missing"
+        wrong(
+            f"`{key}` is {found}, expected true for a good answer or false for a bad one",
+            "--kto-negatives keep is for data that label every answer; give one to each, or leave it out",
+        )
+    return bool(value)
 
 
 def is_label(value: object, key: str) -> bool:
@@ -225,6 +255,30 @@ def _parse_prompt(record: JsonObject, columns: dict[str, str]) -> PromptRecord |
         key = next(columns[role] for role in ("tools", "functions") if record.get(columns[role]))
         _refuse_beside_prompt(key, "write the record as `messages`")
     return PromptRecord(prompt, completion)
+
+
+def _parse_preference(record: JsonObject, columns: dict[str, str]) -> Pair:
+    """The pair of `chosen` and `rejected`, each behind the prompt, which may be what both begin with.
+
+    Texts and lists of messages are read as in a prompt with its completion, and texts behind a `question` or an
+    `instruction` as a question with its answer.
+    """
+    keys = SCHEMAS["preference"].keys_of(record, columns)
+    names = keys["chosen"], keys["rejected"]
+    prompt, answers = split_pair(record, keys["prompt"], names)
+    addition = optional_text(record, keys["input"])
+    if isinstance(prompt, str) and keys["prompt"] in ("question", "instruction"):
+        asked = prompt if addition is None else f"{prompt}\n{addition}"
+        system = optional_text(record, system_key(record, keys))
+        _refuse_history(record, keys)
+        return Pair(*(Exchange(system, asked, answer) for answer in answers))
+    if addition is not None:
+        _refuse_beside_prompt(keys["input"], "put it into the prompt")
+    sides = [
+        _parse_prompt({**record, keys["prompt"]: prompt, name: answer}, {**keys, "completion": name})
+        for name, answer in zip(names, answers, strict=True)
+    ]
+    return Pair(*sides)
 
 
 def _refuse_beside_prompt(key: str, hint: str) -> NoReturn:
@@ -319,6 +373,17 @@ def _tools(record: JsonObject, columns: dict[str, str]) -> list[JsonObject] | No
 #: there is nothing to train on.
 _GROUPS: tuple[dict[str, Schema], ...] = (
     {
+        "preference": Schema(
+            {"chosen": ("chosen",), "rejected": ("rejected",)},
+            _parse_preference,
+            {
+                "prompt": ("prompt", "question", "instruction", "messages", "conversations"),
+                "input": ("input", "context"),
+                **{role: keys for role, keys in _BESIDE_CHAT.items() if role != "label"},
+            },
+        )
+    },
+    {
         "messages": Schema({"messages": ("messages", "contents")}, _conversation_in("messages"), _BESIDE_CHAT),
         "conversations": Schema(
             {"conversations": ("conversations", "conversation")}, _conversation_in("conversations"), _BESIDE_CHAT
@@ -343,7 +408,18 @@ _GROUPS: tuple[dict[str, Schema], ...] = (
             is_paired=True,
         ),
     },
-    {"input_ids": Schema({"input_ids": ("input_ids",)}, parse_tokens, TOKEN_MARKS, reads=marks_of)},
+    {
+        "prompt_ids+response_ids": Schema(
+            {
+                "prompt_ids": ("prompt_ids", "prompts", "prompt_token_ids"),
+                "response_ids": ("response_ids", "responses", "response_token_ids", "completion_ids"),
+            },
+            parse_response,
+            _BESIDE_TOKENS,
+            reads=marks_of,
+        )
+    },
+    {"input_ids": Schema({"input_ids": ("input_ids",)}, parse_tokens, _BESIDE_TOKENS, reads=marks_of)},
     {"text": Schema({"text": ("text", "content")}, _parse_text)},
     {"length": Schema({"length": ("length", "num_tokens", "n_tokens", "token_count")}, _parse_length)},
 )

@@ -22,8 +22,17 @@ import numpy as np
 
 from chunkplan.arrays import BoolArray, Int32Array, Int64Array
 from chunkplan.intake.records import JsonObject, TokensRecord
-from chunkplan.intake.schemas.fields import empty, json_type, quoted, refuse_contradiction, refuse_unread, wrong
+from chunkplan.intake.schemas.fields import (
+    empty,
+    json_type,
+    quoted,
+    refuse_contradiction,
+    refuse_unread,
+    unsupported,
+    wrong,
+)
 from chunkplan.intake.schemas.keys import COUNTS, is_number, may_mark, may_split
+from chunkplan.intake.schemas.rollouts import parse_rollout, rollout_keys
 
 #: The label of a token that is no target.
 IGNORED = -100
@@ -51,6 +60,9 @@ TOKEN_MARKS = {
 }
 _ROLES = {key: role for role, keys in TOKEN_MARKS.items() for key in keys}
 
+#: The schemas of records that are tokens.
+OF_TOKENS = ("input_ids", "prompt_ids+response_ids")
+
 #: Roles that have a number for each token; and those whose keys are of something else where they are no lists: a
 #: `document_id` may be a name.
 FOR_EACH = ("labels", "attention_mask", "loss_mask", "prompt_mask", "position_ids", "document_ids")
@@ -70,20 +82,65 @@ def parse_tokens(record: JsonObject, columns: dict[str, str]) -> TokensRecord:
     counts, or there are no tokens.
     """
     key = columns["input_ids"]
+    input_ids = _ids(record, key)
+    if not len(input_ids):
+        empty(f"`{key}` has no tokens")
+    roles = {role: name for name, role in rollout_keys(record, columns).items()}
+    name = roles.get("response_length")
+    response = len(input_ids) if name is None else record[name]
+    if type(response) is not int or not 0 < response <= len(input_ids):
+        wrong(f"`{name}` is {response}, expected a number of tokens from 1 to the {len(input_ids)} of `{key}`")
+    return _parse(record, columns, (key,), input_ids, response)
+
+
+def parse_response(record: JsonObject, columns: dict[str, str]) -> TokensRecord:
+    """Read the tokens of a prompt and of what was answered, whose marks are as long as the answer or as both.
+
+    Raises RecordError as `parse_tokens`.
+    """
+    names = columns["prompt_ids"], columns["response_ids"]
+    prompt, response = (_ids(record, name) for name in names)
+    if not len(response):
+        empty(f"`{names[1]}` has no tokens")
+    input_ids = np.concatenate([prompt, response])
+    whole = record.get("input_ids")
+    is_both = isinstance(whole, (list, np.ndarray)) and np.array_equal(whole, input_ids)
+    return _parse(record, columns, (*names, "input_ids") if is_both else names, input_ids, len(response))
+
+
+def _ids(record: JsonObject, key: str) -> Int32Array:
+    """The token ids under `key`, none of them negative; raises RecordError."""
     if key not in record:
         wrong(f"`{key}` is missing, expected a list of token ids, found the keys {quoted(record)}")
     input_ids = _numbers(record[key], key)
-    if not len(input_ids):
-        empty(f"`{key}` has no tokens")
-    if input_ids.min() < 0:
+    if len(input_ids) and input_ids.min() < 0:
         wrong(f"`{key}[{int(input_ids.argmin())}]` is {input_ids.min()}, expected a token id")
+    return input_ids
+
+
+def _parse(
+    record: JsonObject, columns: dict[str, str], keys: tuple[str, ...], input_ids: Int32Array, num_response: int
+) -> TokensRecord:
+    """Read the marks beside `input_ids`, found under `keys`, the last `num_response` of which are an answer.
+
+    Those for each token are as long as all of them, or as the answer; where none says what counts, the answer does.
+    """
+    key, num_prompt = keys[0], len(input_ids) - num_response
     marks: dict[str, dict[str, Int32Array]] = {}
+    numbered = rollout_keys(record, columns)
     for name, role in marks_of(record, columns).items():
+        if name in numbered:
+            continue
         numbers = _numbers(record[name], name, is_mask=role.endswith("mask"))
+        if role in FOR_EACH and num_prompt and len(numbers) == num_response:
+            numbers = np.concatenate([np.full(num_prompt, IGNORED if role == "labels" else 0, np.int32), numbers])
         if role in FOR_EACH and len(numbers) != len(input_ids):
             wrong(f"`{name}` has {len(numbers)} entries and `{key}` has {len(input_ids)}")
         marks.setdefault(role, {})[name] = numbers
-    for name in record.keys() - {key, *HARMLESS, *(name for names in marks.values() for name in names)}:
+    is_stated = not marks.keys().isdisjoint(("labels", "loss_mask", "prompt_mask"))
+    if num_prompt and not is_stated:
+        marks["loss_mask"] = {key: (np.arange(len(input_ids)) >= num_prompt).astype(np.int32)}
+    for name in record.keys() - {*keys, *HARMLESS, *numbered, *(name for names in marks.values() for name in names)}:
         _refuse_mark(name, record[name], input_ids, marks)
     extent, begins = _documents(key, input_ids, marks)
     is_asked = np.zeros(len(input_ids), np.bool_)
@@ -91,15 +148,23 @@ def parse_tokens(record: JsonObject, columns: dict[str, str]) -> TokensRecord:
     is_asked[begins] = False  # nothing predicts the first token of a document
     target = _targets(key, input_ids, marks, is_asked) & is_asked
     inside = slice(extent.start, extent.stop)
-    return TokensRecord(input_ids[inside], target[inside], begins - extent.start)
+    rollout = None
+    if numbered:
+        if not is_stated and not num_prompt:
+            wrong("nothing says which tokens were sampled", "give `response_mask`, 1 at tokens that were sampled")
+        if len(begins) > 1:
+            unsupported("a rollout in a packed row of several documents", "write a record for each")
+        rollout = parse_rollout(record, numbered, input_ids, target, extent, num_response)
+    return TokensRecord(input_ids[inside], target[inside], begins - extent.start, rollout)
 
 
 def marks_of(record: JsonObject, columns: Mapping[str, str]) -> dict[str, str]:
     """The keys of `record` that say something of its tokens, each with its role: those of `columns` and usual ones."""
     roles = _ROLES | {key: role for role, key in columns.items() if role in TOKEN_MARKS}
+    numbered = rollout_keys(record, columns)
     found = {key: roles[key] for key, value in record.items() if key in roles and value is not None}
     is_list = {key: isinstance(record[key], (list, np.ndarray)) for key in found}
-    return {key: role for key, role in found.items() if is_list[key] or role not in _ONLY_LISTS}
+    return {key: role for key, role in found.items() if is_list[key] or role not in _ONLY_LISTS} | numbered
 
 
 def refuse_mixed(record: JsonObject, columns: Mapping[str, str], expected: Collection[str]) -> None:

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from chunkplan.intake.records import Conversation, Exchange, JsonObject, Record
+from chunkplan.intake.records import Conversation, Exchange, JsonObject, Pair, PromptRecord, Record
 from chunkplan.intake.schemas.fields import (
     column_flags,
     ignoring,
@@ -31,10 +31,10 @@ from chunkplan.intake.schemas.fields import (
 from chunkplan.intake.schemas.keys import ANSWERS, FLAGS, SYSTEM, is_number, kind_of, may_mark
 from chunkplan.intake.schemas.messages import MEDIA, unread_of_turn, with_flags_of_record
 from chunkplan.intake.schemas.table import GROUPS, SCHEMAS, RecordLayout, Schema, is_label, system_key
-from chunkplan.intake.schemas.tokens import IGNORED
+from chunkplan.intake.schemas.tokens import IGNORED, OF_TOKENS
 
 #: Schemas of messages, and of a question and its answer.
-_MESSAGES, _PAIRS = GROUPS[:2]
+_MESSAGES, _PAIRS = (*GROUPS[0], *GROUPS[1]), GROUPS[2]
 
 #: The key of the variables that a record gives the chat template, as TRL names it.
 KWARGS = "chat_template_kwargs"
@@ -52,7 +52,7 @@ def count_unread(layout: RecordLayout, records: Iterable[JsonObject]) -> Counter
     surely = schema.required if schema.reads else columns.keys() - {"label"}
     always_read = {columns[role] for role in surely}.union(MEDIA)  # media there are none
     perhaps_read = schema.all_keys(columns) - always_read
-    lists = {role: columns[role] for role in schema.required}
+    lists = {role: columns[role] for role in (*schema.required, "prompt") if role in columns}
     are_messages = not lists.keys().isdisjoint(_MESSAGES)
     counts: dict[str, int] = {}
     for record in records:
@@ -71,13 +71,15 @@ def count_unread(layout: RecordLayout, records: Iterable[JsonObject]) -> Counter
                     found -= {*(columns[role] for role in schema.required), *schema.reads(record, columns)}
                 else:
                     found -= {*_read_keys(schema, columns, record).values()}
-            if not FLAGS.isdisjoint(found) and layout.schema not in ("input_ids", "length"):
+            if not FLAGS.isdisjoint(found) and layout.schema not in (*OF_TOKENS, "length"):
                 found -= {key for key in FLAGS & found if type(record[key]) is not str or key == "mask"}
             if layout.schema in (*_MESSAGES, *_PAIRS):
                 found.discard(KWARGS)
         for role, key in lists.items():
             if key not in record:
                 key = schema.keys_of(record, columns)[role]
+            if role not in schema.required and type(record.get(key)) is not list:
+                continue
             values = record.get(key)
             if type(values) is str and are_messages:
                 values = messages_in(record, key)
@@ -146,6 +148,9 @@ def _with_variables(parsed: Record, value: Any) -> Record:
         with suppress(ValueError, RecursionError):
             value = msgspec.json.decode(value)
     variables = typed(value, dict, KWARGS)
+    if isinstance(parsed, Pair):
+        sides = (_with_variables(side, value) for side in (parsed.chosen, parsed.rejected))
+        return Pair(*(side for side in sides if isinstance(side, (PromptRecord, Exchange, Conversation))))
     if variables and not isinstance(parsed, (Conversation, Exchange)):
         unsupported(
             f"`{KWARGS}` beside a prompt that is a string, which no chat template renders",
