@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from chunkplan.arrays import BoolArray, Int32Array, Int64Array
+from chunkplan.config.losses import resolve_loss
 from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.model import CostModel
 from chunkplan.errors import DataError, UsageError
@@ -31,10 +32,16 @@ from chunkplan.planfile.manifest import read_manifest
 from chunkplan.planfile.plan import Plan
 from chunkplan.planfile.plan_writer import PlanWriter
 from chunkplan.planfile.schema import plan_schemas
-from chunkplan.planning.batches import batch_sizes, step_blocks
+from chunkplan.planning.batches import SampleGroups, batch_sizes, epoch_steps, step_blocks
 from chunkplan.planning.memory import memory_rates_of
 from chunkplan.planning.method import Dataset, Planned, check_shared, plan_block
-from chunkplan.planning.selection import check_selection, describe_selection, expected_copies, resolve_mix
+from chunkplan.planning.selection import (
+    check_selection,
+    describe_selection,
+    expected_copies,
+    has_reference,
+    resolve_mix,
+)
 from chunkplan.planning.splitting import count_parts
 from chunkplan.schedule.holdings import highest_peak
 from chunkplan.summary import SUMMED, chunk_frame
@@ -152,6 +159,7 @@ def build_plans(
         )
     if config.mix:
         config = replace(config, mix=resolve_mix(analysis, config.mix, config.holdout))
+    config = replace(config, loss=resolve_loss(config.loss, analysis.samples, str(analysis.path)))
     configs = {output: config}
     if holds_out and config.part == "train":
         held_out = replace(config, part="eval", mix=None, epochs=1, last_batch="keep")
@@ -212,14 +220,9 @@ def _build_one(
         config = replace(config, stage_layers=None)  # the same plan, so that it has the same manifest
     check_selection(analysis, config)
     copies = lru_cache(maxsize=1)(partial(expected_copies, analysis, config))
-    num_steps, num_occurrences, longest = _check_sizes(analysis, copies, config, cost)
-    blocks = plan_steps(
-        _dataset_of(analysis, config),
-        copies,
-        config,
-        cost,
-        workers=workers,
-    )
+    dataset = _dataset_of(analysis, config)
+    num_steps, num_occurrences, longest = _check_sizes(analysis, copies, config, cost, dataset.groups)
+    blocks = plan_steps(dataset, copies, config, cost, workers=workers)
     step_tables, chunk_frames, moments, ranks = [], [], [], []
     steps_done = 0
     for planned in blocks:
@@ -265,7 +268,11 @@ def _build_one(
 
 
 def _check_sizes(
-    analysis: Analysis, copies_in: Callable[[int], Int32Array], config: PlanConfig, cost: CostModel
+    analysis: Analysis,
+    copies_in: Callable[[int], Int32Array],
+    config: PlanConfig,
+    cost: CostModel,
+    groups: SampleGroups | None,
 ) -> tuple[int, int, int]:
     """Refuse what cannot be planned; returns steps and occurrences of sequences over all epochs, and the longest."""
     is_long = analysis.num_tokens > config.chunk_size
@@ -275,12 +282,13 @@ def _check_sizes(
     for epoch in range(config.epochs):
         copies = copies_in(epoch)
         in_epoch = int(copies.sum(dtype=np.int64))
-        if config.last_batch == "drop" and in_epoch < config.global_batch:
+        sizes = batch_sizes(in_epoch, config) if groups is None else epoch_steps(copies, config, epoch, groups)[1]
+        if config.last_batch == "drop" and not sizes.size:
             raise UsageError(
                 f"all {in_epoch} sequences would be dropped: a global batch has {config.global_batch}",
                 hint="lower --global-batch, or use --last-batch keep",
             )
-        num_steps += batch_sizes(in_epoch, config).size
+        num_steps += sizes.size
         num_occurrences += in_epoch
         num_segments += in_epoch + int((copies[is_long] * (num_parts - 1)).sum())
         is_planned |= copies > 0
@@ -303,8 +311,9 @@ def _check_sizes(
 
 def _dataset_of(analysis: Analysis, config: PlanConfig) -> Dataset:
     """The dataset of `analysis`, whose tokens several threads read."""
+    groups, lengths = SampleGroups.of(analysis.group), (analysis.num_tokens, analysis.num_target_tokens)
     if not analysis.has_tokens and not config.share_prefixes:
-        return Dataset(analysis.num_tokens, analysis.num_target_tokens, None)
+        return Dataset(*lengths, None, groups=groups)
     reader, one_at_a_time = analysis.tokens(), threading.Lock()
 
     def tokens_of(sequence_id: int) -> tuple[Int32Array, BoolArray]:
@@ -315,7 +324,7 @@ def _dataset_of(analysis: Analysis, config: PlanConfig) -> Dataset:
         return tokens_of(sequence_id)[1]
 
     shared = tokens_of if config.share_prefixes else None
-    return Dataset(analysis.num_tokens, analysis.num_target_tokens, mask, shared)
+    return Dataset(*lengths, mask, shared, groups, has_reference(analysis))
 
 
 # Plans a whole dataset, some steps at a time, on several threads.
@@ -353,7 +362,7 @@ def plan_steps(
     cancelled = threading.Event()  # threads cannot be interrupted: refinements, which may take long, look at this
     with ThreadPoolExecutor(workers) as pool:
         try:
-            for block in step_blocks(copies, config):
+            for block in step_blocks(copies, config, dataset.groups):
                 waiting.append(pool.submit(plan_block, block, dataset, config, cost, cancelled.is_set))
                 if len(waiting) > _AHEAD * workers:
                     yield result_of(waiting.popleft())

@@ -79,7 +79,8 @@ def simulate_ranks(plan: Plan, described: PlanStep, ranks: Sequence[int]) -> dic
     for rank in ranks:
         step = together or _simulate_together(plan, described, [rank])
         title = f"step {described.step}, rank {rank}"
-        found[rank] = _of_rank(step, rank if meets else 0, title, config, plan.cost)
+        of_rank = _of_rank(step, rank if meets else 0, title, config, plan.cost)
+        found[rank] = replace(of_rank, extra_forward=described.extra_forward_us)
         if not meets:
             found[rank] = replace(found[rank], step=None, rank=rank)
     return found
@@ -257,14 +258,16 @@ def reschedule(
         memory_tokens=memory_tokens,
     )
     if simulation.step is None:
-        return _scheduled(simulation.title, simulation.table, simulation.cost, config)
+        found = _scheduled(simulation.title, simulation.table, simulation.cost, config)
+        return replace(found, extra_forward=simulation.extra_forward)
     if schedule not in ORDERS_OF_GROUPS and np.any(simulation.step.chunks.cp_size > 1):
         raise UsageError(
             f"schedule {schedule} orders every rank by itself: groups of ranks would deadlock",
             where=simulation.title,
             hint=f"use {' or '.join(ORDERS_OF_GROUPS[1:])}, or a step without shared sequences",
         )
-    return _scheduled(simulation.title, simulation.step.chunks, simulation.cost, config, simulation.rank)
+    found = _scheduled(simulation.title, simulation.step.chunks, simulation.cost, config, simulation.rank)
+    return replace(found, extra_forward=simulation.extra_forward)
 
 
 def compare_schedules(

@@ -71,7 +71,8 @@ class PlanSummary:
     predicted cost; `unshared_lower_bound_us`: what the steps take at least where none is, with the same ChunkSize and
     K; None where none is shared, or as above. `chunks_over_bound`: num_chunks over the sum of lower bounds, whatever
     way the sequences of a step are assigned to ranks; `packing_over_bound`: given how they are. `predicted_us` and
-    `lower_bound_us` are those of the stages. `reduction_us`: what ranks take after them, at the end of all steps
+    `lower_bound_us` are those of the stages. `extra_forward_us`: what of it are
+    forwards that the loss adds. `reduction_us`: what ranks take after them, at the end of all steps
     together, to sum gradients and share what was updated; None as above. `total_us` is `predicted_us` with it, and
     `total_lower_bound_us` is `lower_bound_us` with it.
     """
@@ -111,6 +112,7 @@ class PlanSummary:
     packing_over_bound: float
     predicted_us: float
     lower_bound_us: float
+    extra_forward_us: float
     reduction_us: float | None
     total_us: float
     total_lower_bound_us: float
@@ -188,6 +190,7 @@ def summary_of(steps_table: pa.Table, chunks: pl.DataFrame, manifest: dict[str, 
         packing_over_bound=chunks.height / _total(steps["packing_lower_bound"]),
         predicted_us=manifest["predictions"]["predicted_us"],
         lower_bound_us=manifest["predictions"]["lower_bound_us"],
+        extra_forward_us=_total(steps["extra_forward_us"]) if "extra_forward_us" in steps.columns else 0.0,
         reduction_us=reduction,
         total_us=manifest["predictions"]["predicted_us"] + (reduction or 0.0),
         total_lower_bound_us=manifest["predictions"]["lower_bound_us"] + (reduction or 0.0),

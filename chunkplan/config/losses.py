@@ -15,6 +15,9 @@ from chunkplan.errors import UsageError
 #: Kinds of data that an analysis names in its manifest entry `samples`; None: ordinary data.
 PREFERENCE, LABELLED, ROLLOUTS = SAMPLES = ("preference", "labelled", "rollouts")
 
+#: The loss of each kind where none is named.
+USUAL = {PREFERENCE: "dpo", LABELLED: "kto", ROLLOUTS: "grpo"}
+
 _ABOVE_0 = number(lambda value: value > 0, "a number above 0, such as 0.1")
 _FROM_0 = number(lambda value: value >= 0, "a number from 0")
 _BELOW_HALF = number(lambda value: 0 <= value < 0.5, "a number from 0 to below 0.5")
@@ -123,3 +126,14 @@ def check_samples(loss: str, samples: str | None, where: str) -> None:
         expected = " or ".join("ordinary" if each is None else each for each in wanted)
         hint = f"for this data there are --loss {', '.join(fitting)}"
         raise UsageError(f"the loss {loss} is of {expected} data, the analysis has {found}", where=where, hint=hint)
+
+
+def resolve_loss(loss: str, samples: str | None, where: str) -> str:
+    """The loss that a plan of an analysis at `where` is for; raises as `check_samples`.
+
+    Cross-entropy would learn rejected answers as good ones: of samples, "sft" stands for their usual loss.
+    """
+    if loss == "sft" and samples is not None:
+        loss = USUAL[samples]
+    check_samples(loss, samples, where)
+    return loss

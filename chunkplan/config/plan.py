@@ -9,6 +9,7 @@ from fractions import Fraction
 from itertools import pairwise
 from typing import Any, Literal
 
+from chunkplan.config.losses import LOSSES
 from chunkplan.domains import FLAG, MOST, Domain, one_of, read_tokens, several, tokens, whole
 from chunkplan.errors import UsageError
 from chunkplan.layers import FAMILIES, StagePlacement, family_of, split_layers
@@ -146,6 +147,7 @@ MAY_LACK: dict[str, object] = {
     "micro_batches": None,
     "equal_sequences": False,
     "share_prefixes": False,
+    "loss": "sft",
 }
 
 
@@ -286,6 +288,13 @@ class PlanConfig(Options):
         "Evaluate on a share (0.01) or a number of sequences, in a plan of their own.",
         group=_DATA,
         default=None,
+    )
+    loss: str = option(
+        one_of(*LOSSES, metavar="NAME"),
+        f"The loss that time is predicted for: {', '.join(LOSSES)}.",
+        group=Advanced(_DATA),
+        default="sft",
+        default_words="sft; of pairs dpo, of labelled answers kto, of rollouts grpo",
     )
     part: Part = option(one_of("train", "eval"), "Of which sequences it is.", group=_DATA, default="train", flag="")
     mix: Mapping[str, float | str] | None = option(

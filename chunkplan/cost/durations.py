@@ -235,6 +235,13 @@ def work_ns(cost: CostModel, num_tokens: IntArray, attention_pairs: Float64Array
     return whole_ns(everything - num_layers * rates.frozen.token * tokens)
 
 
+def forward_work_ns(cost: CostModel, num_tokens: IntArray, attention_pairs: Float64Array) -> Int64Array:
+    """The forward in `work_ns`, both [n]."""
+    tokens = num_tokens.astype(np.float64)
+    forward, _ = cost.rates.of_work(tokens, attention_pairs)
+    return whole_ns(cost.shape.num_layers * forward + cost.rates.head * tokens)
+
+
 def whole_pairs(cost: CostModel, num_tokens: IntArray) -> Float64Array:
     """The attention pairs of whole sequences of `num_tokens` in the model of `cost`, see `attention_pairs_of`; [n]."""
     return attention_pairs_of(num_tokens, np.zeros_like(num_tokens), cost.shape.attention_patterns)

@@ -207,6 +207,7 @@ class PlanStep:
     """One optimizer step: its totals, the chunks of each data-parallel rank, the actions of each (rank, stage).
 
     `prefixes`: of each sequence that begins in another one of its step, the other one and how many of its tokens.
+    `extra_forward_us`: forwards that the loss adds, in `predicted_us`.
     """
 
     step: int
@@ -228,6 +229,7 @@ class PlanStep:
     schedule_us: dict[tuple[int, int], float] = field(repr=False)
     slots: dict[tuple[int, int], list[int]] = field(repr=False)
     prefixes: dict[int, tuple[int, int]] = field(repr=False, default_factory=dict)
+    extra_forward_us: float = field(default=0.0, repr=False)
 
     __repr__ = short_repr
 

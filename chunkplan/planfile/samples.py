@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from chunkplan.config.losses import USUAL
 from chunkplan.errors import UsageError
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.schema import TOKEN_COLUMNS
 
-#: Kind of samples -> the columns that it has in any case, a loss that trains it, and its name in messages.
+#: Kind of samples -> the columns that it has in any case, and its name in messages.
 _NEEDED = {"preference": {"group", "label"}, "labelled": {"label"}, "rollouts": {"group"}}
-_LOSS = {"preference": "dpo", "labelled": "kto", "rollouts": "grpo"}
 IN_WORDS = {"preference": "preference pairs", "labelled": "labelled answers", "rollouts": "rollouts"}
 
 
@@ -33,6 +33,6 @@ def refuse_samples(analysis: Analysis, what: str) -> None:
     if analysis.samples is not None:
         raise UsageError(
             f"{what} takes every answer as one to be learnt, and {analysis.path} is of {IN_WORDS[analysis.samples]}",
-            hint=f"`chunkplan build {analysis.path} --loss {_LOSS[analysis.samples]}` and `chunkplan train` learn "
+            hint=f"`chunkplan build {analysis.path} --loss {USUAL[analysis.samples]}` and `chunkplan train` learn "
             "from these",
         )

@@ -68,6 +68,9 @@ STEPS = _schema(
     lower_bound_us=pa.float32(),
 )
 
+#: steps.parquet of plans whose configuration has an entry `loss`.
+LOSS_STEPS = pa.schema([*STEPS, *_schema(extra_forward_us=pa.float32())])
+
 _WORD = pa.dictionary(pa.int8(), pa.string())
 
 CHUNKS = _schema(
@@ -113,7 +116,7 @@ def plan_schemas(config: Mapping[str, Any]) -> dict[str, pa.Schema]:
     if config.get("share_prefixes", False):
         return {"steps": STEPS, "chunks": TREE_CHUNKS, "schedule": schedule, "prefixes": PREFIXES}
     return {
-        "steps": STEPS,
+        "steps": LOSS_STEPS if "loss" in config else STEPS,
         "chunks": CHUNKS if config.get("cp", "off") == "off" else SHARED_CHUNKS,
         "schedule": schedule,
     }

@@ -26,14 +26,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pyarrow as pa
 
-from chunkplan.arrays import Int32Array, Int64Array, offsets_of
+from chunkplan.arrays import Int32Array, Int64Array, offsets_of, sum_runs
 from chunkplan.config.plan import PlanConfig
-from chunkplan.cost.durations import whole_pairs, work_ns
+from chunkplan.cost.durations import forward_work_ns, whole_pairs, work_ns
 from chunkplan.cost.model import CostModel
 from chunkplan.errors import UsageError
 from chunkplan.planfile.chunks import Chunks, pairs_of_chunks
 from chunkplan.planfile.schema import PREFIXES, plan_schemas
-from chunkplan.planning.batches import StepBlock, longest_first
+from chunkplan.planning.batches import SampleGroups, StepBlock, longest_first
 from chunkplan.planning.chunks import ChunkedBlock, add_part_targets, make_chunks, time_chunks
 from chunkplan.planning.forest import grow_forest
 from chunkplan.planning.kept_attention import keep_on_gpu, keep_on_host
@@ -47,6 +47,7 @@ from chunkplan.planning.trees import TokensOf
 from chunkplan.planning.whole import assign_whole
 from chunkplan.schedule.actions import Actions
 from chunkplan.schedule.families import Scheduled, schedule_ranks
+from chunkplan.schedule.forwards import extra_forwards, forwards_ns
 from chunkplan.schedule.holdings import highest_peak, peak_snapshots
 from chunkplan.schedule.slots import greedy_slots, slot_ops_of, slot_ops_on
 
@@ -55,13 +56,16 @@ from chunkplan.schedule.slots import greedy_slots, slot_ops_of, slot_ops_on
 class Dataset:
     """Tokens and targets of every sequence, int32 [n]; masks, unless every token but a sequence's first is a target.
 
-    `tokens_of`: the tokens of a sequence, where prefixes may be shared.
+    `tokens_of`: the tokens of a sequence, where prefixes may be shared. `groups`: sequences that come in one step.
+    `has_reference`: tokens have log-probabilities of a reference model.
     """
 
     num_tokens: Int32Array
     num_target_tokens: Int32Array
     mask: TargetMask | None
     tokens_of: TokensOf | None = None
+    groups: SampleGroups | None = None
+    has_reference: bool = False
 
 
 @dataclass(frozen=True)
@@ -223,16 +227,44 @@ def predict_block(
     if slots is None and config.dp > 1:  # for trainers that share more than the plan counts with
         of_ranks = chunked.chunks, scheduled.actions, chunked.times
         slots = greedy_slots(*of_ranks, slot_ops_of("weights"), config.dp, config.pp, config.placement)
+    before_ns, before_bound_ns = _extra_forwards(dataset, config, cost, chunked, scheduled)
     held = memory_rates_of(config, cost)
     moments, ranks = highest_peak(peak_snapshots(chunked.chunks, scheduled.actions, held), held)
+    stage_end = scheduled.stage_end + np.repeat(before_ns, config.dp * config.pp)
     tables = {
-        "steps": steps_table(block, chunked, scheduled, dataset.num_tokens, dataset.num_target_tokens, cost.chunk_ns),
-        "chunks": chunks_table(plan_schemas(config.entries())["chunks"], block.first_step, config.dp, chunked.chunks),
-        "schedule": schedule_table(
-            block.first_step, config.dp, config.pp, scheduled.actions, scheduled.stage_end, slots
+        "steps": steps_table(
+            plan_schemas(config.entries())["steps"],
+            block,
+            chunked,
+            scheduled,
+            dataset.num_tokens,
+            dataset.num_target_tokens,
+            cost.chunk_ns,
+            (before_ns, before_bound_ns),
         ),
+        "chunks": chunks_table(plan_schemas(config.entries())["chunks"], block.first_step, config.dp, chunked.chunks),
+        "schedule": schedule_table(block.first_step, config.dp, config.pp, scheduled.actions, stage_end, slots),
     }
     if config.share_prefixes:
         forest = chunked.forest
         tables["prefixes"] = PREFIXES.empty_table() if forest is None else forest.prefixes_table(block.first_step)
     return Planned(tables, chunked.chunks, moments, block.first_step * config.dp + ranks)
+
+
+def _extra_forwards(
+    dataset: Dataset, config: PlanConfig, cost: CostModel, chunked: ChunkedBlock, scheduled: Scheduled
+) -> tuple[Int64Array, Int64Array]:
+    """Time of the forwards that the loss adds to each step, and the least that they take: int64 [num_steps]."""
+    number = extra_forwards(config.loss, cost, has_reference=dataset.has_reference)
+    if not number:
+        none = np.zeros(chunked.step_starts.size - 1, np.int64)
+        return none, none
+    of_ranks = chunked.chunks, scheduled.actions, chunked.times, config.dp, config.pp, config.placement
+    took_ns = forwards_ns(*of_ranks, slot_ops_on(cost, config.dp), scheduled.slots)
+    work = forward_work_ns(cost, chunked.chunks.num_tokens, chunked.chunks.attention_pairs)
+    least_ns = sum_runs(work, chunked.chunks.rank_chunks[:: config.dp]) // config.dp
+    if chunked.bound_ns is None:  # nothing is shared
+        tokens, starts = chunked.sequences.tokens, chunked.step_starts[:-1]
+        alone = forward_work_ns(cost, tokens, whole_pairs(cost, tokens))
+        least_ns = np.maximum(least_ns, np.maximum.reduceat(alone, starts))
+    return number * took_ns, number * np.minimum(least_ns // config.pp, took_ns)

@@ -1,7 +1,8 @@
 """Selection of the sequences of an epoch: a held-out part for evaluation, and sources mixed by weight.
 
-The tokens alone decide if a sequence is held out, so that copies of a text are never on both sides. The planner builds
-with `expected_copies`, and the validator checks against it.
+The tokens alone decide if a sequence is held out, so that copies of a text are never on both sides. Sequences that come
+in one step, a group, share what its first one has: its key, its source, its place in a shuffle. The planner builds with
+`expected_copies`, and the validator checks against it.
 
 A config has these entries, each of which may be missing: `holdout`, a share in (0, 1) or a number of sequences;
 `part`, "train" (the default) or "eval", the sequences that are held out; `mix`, weights by the path of a source, 1 for
@@ -20,7 +21,7 @@ import numpy as np
 
 from chunkplan.arrays import BoolArray, Int32Array, Int64Array
 from chunkplan.config.plan import PlanConfig, read_share
-from chunkplan.errors import UsageError
+from chunkplan.errors import DataError, UsageError
 from chunkplan.intake.source_columns import is_named
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.manifest import Selection, SourceSelection
@@ -43,7 +44,7 @@ def expected_copies(analysis: Analysis, config: PlanConfig, epoch: int) -> Int32
     with n of these and weight w an epoch takes m = w * n (half rounded up) from an endlessly repeated shuffle, from
     where the epoch before stopped: from the first epoch on, its sequences occur equally often to within one. The
     shuffle depends on the seed, the source's place among the sources, and n. Weights count as they are written: 0.1
-    is 1/10.
+    is 1/10. Of groups all of this is so of whole groups.
 
     `check_selection` says whether a config makes sense.
     """
@@ -55,12 +56,13 @@ def expected_copies(analysis: Analysis, config: PlanConfig, epoch: int) -> Int32
         return np.broadcast_to(np.ones(1, np.int32), analysis.num_sequences)  # takes no memory
     is_trained = _is_trained(analysis, config.holdout)
     copies = is_trained.astype(np.int32)
+    is_drawn = is_trained if analysis.group is None else is_trained & (analysis.group == np.arange(is_trained.size))
     for source, path in enumerate(_paths(analysis)):
         if path in mix:
-            own = np.flatnonzero((analysis.source == source) & is_trained)
+            own = np.flatnonzero((analysis.source == source) & is_drawn)
             if own.size:
                 copies[own] = _draw(own.size, Fraction(str(mix[path])), [config.seed, source, _MIX_STREAM], epoch)
-    return copies
+    return copies if analysis.group is None else copies[analysis.group]
 
 
 def resolve_mix(
@@ -175,10 +177,11 @@ def check_selection(analysis: Analysis, config: PlanConfig) -> None:
 
     Raises:
         UsageError: no sequence is left for training or for evaluation; a source of the mix is not in the analysis; the
-            weights leave nothing.
+            weights leave nothing; a group has more sequences than a step.
         DataError: the tokens cannot be read.
     """
     _check_holdout(analysis, config)
+    check_groups(analysis, config.global_batch)
     if config.part == "eval" and not _held_out(analysis, config.holdout).any():
         raise UsageError(
             "part is eval, but nothing is held out: there is nothing to evaluate on",
@@ -222,14 +225,23 @@ def describe_selection(analysis: Analysis, config: PlanConfig) -> Selection:
 
 def _is_trained(analysis: Analysis, holdout: float | int | None) -> BoolArray:
     """True for sequences that may be trained: neither held out nor equal to one to evaluate on."""
-    is_trained: BoolArray = ~(_held_out(analysis, holdout) | analysis.is_evaluated_elsewhere)
+    is_trained: BoolArray = ~_whole(analysis, _held_out(analysis, holdout) | analysis.is_evaluated_elsewhere)
     return is_trained
+
+
+def _whole(analysis: Analysis, chosen: BoolArray) -> BoolArray:
+    """All that is chosen, and the other sequences of its groups."""
+    if analysis.group is None:
+        return chosen
+    is_named = np.zeros(chosen.size, bool)
+    is_named[analysis.group[chosen]] = True
+    return is_named[analysis.group]
 
 
 def _held_out(analysis: Analysis, holdout: float | int | None) -> BoolArray:
     if holdout is None:
-        return analysis.is_evaluation
-    keys = analysis.content_keys
+        return _whole(analysis, analysis.is_evaluation)
+    keys = analysis.content_keys if analysis.group is None else analysis.content_keys[analysis.group]
     if isinstance(holdout, float):
         return keys < np.uint64(math.ceil(Fraction(str(holdout)) * 2**64))
     last = min(holdout, len(keys)) - 1
@@ -268,6 +280,30 @@ def _check_holdout(analysis: Analysis, config: PlanConfig) -> None:
         raise UsageError(
             f"a holdout of {holdout} takes {what} of the {num_sequences:,} sequences: none is left for {left}",
             hint=f"{'raise' if num_held_out == 0 else 'lower'} it, or analyze more data",
+        )
+
+
+def has_reference(analysis: Analysis) -> bool:
+    """True if target tokens have log-probabilities of a reference model."""
+    return "reference_log_probs" in analysis.token_columns
+
+
+def check_groups(analysis: Analysis, global_batch: int) -> None:
+    """Raise UsageError where a group has more sequences than a step; DataError where a group is none."""
+    group = analysis.group
+    if group is None:
+        return
+    if (group < 0).any() or (group > np.arange(group.size)).any() or (group[group] != group).any():
+        hint = f"`chunkplan validate {analysis.path}` says where; analyze again"
+        raise DataError("sequences are of groups that do not begin before them", where=str(analysis.path), hint=hint)
+    sizes = np.bincount(group)
+    largest = int(sizes.argmax())
+    if sizes[largest] > global_batch:
+        raise UsageError(
+            f"{sizes[largest]:,} sequences belong in one step, the group of sequence {largest}, and a global batch has "
+            f"{global_batch:,}",
+            where=analysis.place(largest),
+            hint=f"use a --global-batch of {sizes[largest]} or more, or leave some of them out of the data",
         )
 
 

@@ -13,7 +13,7 @@ from chunkplan.arrays import Int8Array, Int32Array, Int64Array, offsets_of, sum_
 from chunkplan.errors import UsageError
 from chunkplan.operations import KEPT_ATTENTION, OPS
 from chunkplan.planfile.chunks import Chunks
-from chunkplan.planfile.schema import CHUNKS, SCHEDULE, SLOTS, STEPS, to_arrow, words_to_arrow
+from chunkplan.planfile.schema import CHUNKS, SCHEDULE, SLOTS, to_arrow, words_to_arrow
 from chunkplan.planning.batches import StepBlock
 from chunkplan.planning.chunks import ChunkedBlock
 from chunkplan.schedule.actions import Actions
@@ -24,15 +24,17 @@ _OVER_SHARE = 1.001
 
 
 def steps_table(
+    schema: pa.Schema,
     block: StepBlock,
     chunked: ChunkedBlock,
     scheduled: Scheduled,
     num_tokens: Int32Array,
     num_target_tokens: Int32Array,
     chunk_ns: int,
+    extra_ns: tuple[Int64Array, Int64Array],
 ) -> pa.Table:
     """Rows of `steps`; `num_tokens`, `num_target_tokens`: of each sequence of the dataset; `chunk_ns`: what a chunk
-    costs beside its tokens.
+    costs beside its tokens; `extra_ns`: forwards that the loss adds to each step, and the least that they take.
 
     A rank takes what its chunks cost, and is done when its last stage is.
     """
@@ -49,8 +51,9 @@ def steps_table(
         bound_ns = np.maximum(all_ns // dp, np.maximum.reduceat(chunked.necessary_ns + chunk_ns, starts))
     sequence_ns = np.where(np.diff(sequences.parts) == 0, sequences.work + chunk_ns, sequences.work)
     mean_rank_ns = sum_runs(chunked.cost_ns, step_chunks) / dp
+    more = {"extra_forward_us": _microseconds(extra_ns[0])} if "extra_forward_us" in schema.names else {}
     return _table(
-        STEPS,
+        schema,
         step=_int32(np.arange(block.first_step, block.first_step + num_steps)),
         epoch=np.full(num_steps, block.epoch, np.int32),
         num_sequences=_int32(block.sizes),
@@ -63,9 +66,10 @@ def steps_table(
         exceeds_share=np.maximum.reduceat(sequence_ns, starts) > _OVER_SHARE * mean_rank_ns,
         peak_retained_tokens=scheduled.peak_retained_tokens.reshape(num_steps, -1).max(axis=1),
         recompute_us=_microseconds(sum_runs(chunked.recompute_ns, step_chunks)),
-        predicted_us=_microseconds(end_ns),
+        predicted_us=_microseconds(end_ns + extra_ns[0]),
         # Whole nanoseconds of a sequence are not the sum of those of its chunks: it might be a few above.
-        lower_bound_us=_microseconds(np.minimum(bound_ns // pp, end_ns)),
+        lower_bound_us=_microseconds(np.minimum(bound_ns // pp, end_ns) + extra_ns[1]),
+        **more,
     )
 
 

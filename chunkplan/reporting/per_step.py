@@ -97,6 +97,7 @@ def per_step(plan: Plan, chunks: pl.DataFrame | None = None) -> pl.DataFrame:
         exceeds_share, optimal   bool
         chunks_lower_bound, peak_retained_tokens
         predicted_us, lower_bound_us   float64, of the stages
+        extra_forward_us     float64, in both, of forwards that the loss adds
         reduction_us         float64, what ranks take then; null where the plan does not describe model and GPU
         slowest_rank         the dp_rank whose stages are done last
 
@@ -131,6 +132,7 @@ def per_step(plan: Plan, chunks: pl.DataFrame | None = None) -> pl.DataFrame:
         .agg(slowest_rank=pl.col("dp_rank").first())
     )
     num_filled = (pl.col("num_chunks").cast(pl.Int64) - pl.col("num_zero_loss")).clip(1)
+    entries = plan.config.entries()
     whole = (*_COUNTS, "heaviest_rank", "chunks_lower_bound", "peak_retained_tokens", "slowest_rank")
     return (
         steps.join(counted, on="step", how="left")
@@ -141,6 +143,7 @@ def per_step(plan: Plan, chunks: pl.DataFrame | None = None) -> pl.DataFrame:
             fill=pl.col("num_tokens") / (num_filled * plan.config.chunk_size),
             recompute_share=(pl.col("recompute_us") / pl.col("cost")).fill_nan(0.0),
             predicted_us=pl.col("predicted_us").cast(pl.Float64),
+            extra_forward_us=pl.col("extra_forward_us").cast(pl.Float64) if "loss" in entries else pl.lit(0.0),
             lower_bound_us=pl.col("lower_bound_us").cast(pl.Float64),
             reduction_us=pl.lit(reduction_us_of(plan.manifest), pl.Float64),
         )
@@ -149,7 +152,7 @@ def per_step(plan: Plan, chunks: pl.DataFrame | None = None) -> pl.DataFrame:
             *_COUNTS,
             *("fill", "heaviest_over_mean", "heaviest_rank", "recompute_share", "exceeds_share", "optimal"),
             *("chunks_lower_bound", "peak_retained_tokens", "predicted_us", "lower_bound_us"),
-            *("reduction_us", "slowest_rank"),
+            *("extra_forward_us", "reduction_us", "slowest_rank"),
         )
     )
 

@@ -187,7 +187,7 @@ def _ranks(
             num_steps_slowest=slowest.get(row["dp_rank"], 0),
             busy_us=row["cost_us"] / summary.pp - of_exchange,
             exchange_us=None if cost is None else of_exchange,
-            waiting_us=max(summary.predicted_us - row["cost_us"] / summary.pp, 0.0),
+            waiting_us=max(summary.predicted_us - summary.extra_forward_us - row["cost_us"] / summary.pp, 0.0),
             reduction_us=summary.reduction_us,
         )
         for row in rows.to_dicts()

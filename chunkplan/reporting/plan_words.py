@@ -127,6 +127,9 @@ def overview_rows(
     tp, num_layers = cost_model["tp"], cost_model["shape"]["num_layers"]
     size = f"{counted(summary.num_sequences, 'sequence')} of up to {counted(summary.longest_sequence, 'token')}"
     rows = [("predicted", time_words(summary.total_us, summary.reduction_us, summary.num_steps, summary.num_tokens))]
+    if config.loss != "sft":
+        share = percent(summary.extra_forward_us / max(summary.total_us, 1e-30))
+        rows.append(("loss", f"{config.loss}: {share} of the time for log-probabilities, by forwards before each step"))
     if memory is not None:
         used = f"{gibibytes(memory.memory.total)} of {gibibytes(memory.gpu_bytes)} on the fullest GPU"
         used += f", {ZERO[memory.sharding]}" if memory.dp > 1 else ""
@@ -138,7 +141,7 @@ def overview_rows(
     rows += [
         ("GPUs", f"{config.dp * tp * config.pp}: {layout}" if config.dp * tp * config.pp > 1 else f"1: {layout[9:]}"),
         ("ChunkSize, K", f"{summary.chunk_size:,} tokens, {k_words(summary.k, config.k_by_length)}"),
-        ("steps", _steps(summary)),
+        ("steps", _steps(summary, config)),
         ("data", f"{size}: {summary.num_tokens:,} tokens, {summary.num_target_tokens:,} of them targets"),
         *selection_words(config, num_held_out=selection["num_held_out"], num_sequences=selection["num_sequences"]),
         ("chunks", _chunks(summary)),
@@ -173,10 +176,10 @@ def _stages(config: PlanConfig, num_layers: int) -> list[str]:
     return words
 
 
-def _steps(summary: PlanSummary) -> str:
+def _steps(summary: PlanSummary, config: PlanConfig) -> str:
     words = f"{summary.num_steps:,} of {counted(min(summary.global_batch, summary.num_sequences), 'sequence')}"
     if summary.num_steps > 1 and summary.num_steps * summary.global_batch != summary.num_sequences:
-        words += "; the last of an epoch has fewer"
+        words += "; the last of an epoch has fewer" if config.loss == "sft" else "; some have fewer"
     if summary.num_dropped_sequences:
         words += f"; {counted(summary.num_dropped_sequences, 'sequence')} of short last batches dropped"
     return words

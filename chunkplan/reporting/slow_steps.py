@@ -129,7 +129,7 @@ def _with_factors(steps: pl.DataFrame, chunks: pl.DataFrame, dp: int, pp: int) -
             work=once / pl.col("num_tokens"),
             recompute=pl.col("step_cost") / once,
             balance=pl.col("rank_cost") * dp / pl.col("step_cost"),
-            waiting=pl.col("predicted_us") * pp / pl.col("rank_cost"),
+            waiting=(pl.col("predicted_us") - pl.col("extra_forward_us")) * pp / pl.col("rank_cost"),
             largest_share=(pl.col("largest_cost") / pl.col("step_cost")).fill_null(0.0).fill_nan(0.0),
         )
     )

@@ -137,7 +137,8 @@ class Simulation:
 
     If the rank depends on others, by shared chunks or slots, `step` has the actions of all ranks of its step, and
     `rank` is its index among them. `exchange` is the part of `times.durations` that is exchange with other ranks, or
-    None. `stage_layers` and `dp`: as in `PlanConfig`.
+    None. `stage_layers` and `dp`: as in `PlanConfig`. `extra_forward`: time, in `unit`, of forwards that the loss adds
+    to the step, before everything else.
     """
 
     title: str
@@ -155,6 +156,7 @@ class Simulation:
     exchange: Int64Array | None = field(default=None, repr=False)
     stage_layers: tuple[int, ...] | None = None
     dp: int = 1
+    extra_forward: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """All of it, for one JSON document; `actions` in order of stage, then time."""
@@ -168,6 +170,7 @@ class Simulation:
                 name: getattr(self, name)
                 for name in (*names, "recompute_share", *lists, "critical_path", "critical_ranks")
             },
+            **({"extra_forward": self.extra_forward} if self.extra_forward else {}),
             "chunks": [
                 {name: value for name, value in chunk.to_dict().items() if name not in ("num_target_tokens", "cost")}
                 for chunk in self.chunks

@@ -26,6 +26,7 @@ from chunkplan.packing import pack_lengths
 from chunkplan.planfile.chunks import chunks_without_segments
 from chunkplan.planning.memory import memory_of_stages
 from chunkplan.schedule.families import schedule_ranks
+from chunkplan.schedule.forwards import extra_forwards, forwards_ns
 from chunkplan.schedule.slots import slot_ops_on
 from chunkplan.tuning.grid import Progress
 from chunkplan.tuning.options import GpuLayout, MemorySaving, TuneOptions
@@ -245,7 +246,7 @@ def _run(way: _Way, sample: Sample, options: TuneOptions, layout: GpuLayout) -> 
     moments: Int64Array | None = None  # what stages hold: 1F1B has the same order whatever actions take
 
     def run(cost: CostModel) -> tuple[Baseline, Int64Array]:
-        step_ns, moments = _simulate(dealt, sample.weights, config, cost, way.cp)
+        step_ns, moments = _simulate(dealt, sample, config, cost, way.cp)
         step_ns += reduction_ns(cost, dp=layout.dp, pp=layout.pp, layers=layers)
         needed = max(memory_of_stages(config, cost, moments), key=lambda stage: stage.total)
         row = Baseline(
@@ -304,7 +305,7 @@ def _fits(config: PlanConfig, cost: CostModel, moments: Int64Array, options: Tun
 
 
 def _simulate(
-    dealt: list[MicroBatches], weights: Float64Array, config: PlanConfig, cost: CostModel, cp: int
+    dealt: list[MicroBatches], sample: Sample, config: PlanConfig, cost: CostModel, cp: int
 ) -> tuple[float, Int64Array]:
     """Return the mean time of a step in nanoseconds, and what each stage holds at its fullest moment, int64 [pp, 8].
 
@@ -328,4 +329,8 @@ def _simulate(
     group_end = scheduled.stage_end.reshape(-1, config.pp).max(axis=1)
     retained = scheduled.peak_retained_tokens.reshape(-1, config.pp).max(axis=0)
     moments = np.stack([retained, *[0 * retained] * (len(ResidentTokens._fields) - 1)], axis=1)
-    return float(weights @ group_end.reshape(-1, num_groups).max(axis=1)), moments
+    step_ns = group_end.reshape(-1, num_groups).max(axis=1)
+    if number := extra_forwards(config.loss, cost, has_reference=sample.has_reference):
+        of_groups = chunks, scheduled.actions, times, num_groups, config.pp, config.placement, slot_ops, scheduled.slots
+        step_ns = step_ns + number * forwards_ns(*of_groups)
+    return float(sample.weights @ step_ns), moments

@@ -19,6 +19,7 @@ from chunkplan.cost.shape import AttentionPattern
 from chunkplan.cost.states import reduction_ns
 from chunkplan.cost.token_bytes import ResidentTokens
 from chunkplan.layers import stage_parts
+from chunkplan.schedule.forwards import extra_forwards
 from chunkplan.tuning.sampling import Sample
 
 #: Tokens whose activations take more than gradients take at the end of a step.
@@ -64,9 +65,11 @@ def step_bound_ns(work: WorkOfSteps, config: PlanConfig, cost: CostModel) -> flo
 
     The maximum over stages of three bounds: an even share for each rank of all work, of the overhead of chunks, and of
     the recomputation that K leaves, without attention, which may be kept; the same for the ranks that may share the
-    longest sequence; and the path of its chunks through the other stages and back.
+    longest sequence; and the path of its chunks through the other stages and back. Forwards that the loss adds
+    are work too.
     """
     rates, pp = cost.rates_on(config.dp), config.pp
+    extra = extra_forwards(config.loss, cost, has_reference=True)
     layers, together = config.layers(cost.shape.num_layers), config.cp_sizes[-1]
     k = max([config.k, *(k for _, k in config.k_by_length or ())])
     kept = k * config.chunk_size * together
@@ -84,8 +87,14 @@ def step_bound_ns(work: WorkOfSteps, config: PlanConfig, cost: CostModel) -> flo
             count, run_again = layers[each], rates.again_within(stops[each] - layers[each], stops[each])
             forward, backward = rates.of_work(tokens, pairs)
             repeated = (run_again.token - rates.frozen.token) * tokens + run_again.pair * pairs
-            own = forward + backward + repeated + rates.token * again + (fixed + run_again.chunk) * num_chunks
-            head = rates.trained_head * tokens if each == len(layers) - 1 else 0.0
+            own = (
+                (1 + extra) * forward
+                + backward
+                + repeated
+                + rates.token * again
+                + (fixed + run_again.chunk) * num_chunks
+            )
+            head = (rates.trained_head + extra * rates.head) * tokens if each == len(layers) - 1 else 0.0
             own = np.maximum(count * np.maximum(own, sent * num_chunks) + head, count * launched * num_chunks)
             total = total + own
         return total

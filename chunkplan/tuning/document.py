@@ -103,7 +103,8 @@ def tuning_document(tuning: Tuning) -> TuningDocument:
 def _options_entry(options: TuneOptions) -> dict[str, object]:
     entry = {name: getattr(options, name) for name in _OPTIONS}
     lists = {name: list(value) for name, value in entry.items() if isinstance(value, tuple)}
-    return entry | lists | ({"compile": True} if options.compile else {})
+    said = {"compile": True} if options.compile else {}
+    return entry | lists | said | ({"loss": options.loss} if options.loss != "sft" else {})
 
 
 def answers(document: TuningDocument, options: TuneOptions, given: Collection[str]) -> bool:
@@ -137,6 +138,7 @@ def choice_entry(choice: Choice) -> ChoiceEntry:
         "mfu": choice.mfu,
         "bubble": choice.bubble,
         "recompute_share": choice.recompute_share,
+        **({"extra_forward_seconds": choice.extra_ns / 1e9} if choice.extra_ns else {}),
         "memory": {**asdict(choice.memory), "total": choice.memory.total},
         "host_memory": choice.host_bytes,
         "fits": choice.fits,

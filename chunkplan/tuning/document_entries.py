@@ -30,12 +30,19 @@ class PlanEntries(TypedDict):
     stage_layers: NotRequired[Sequence[int]]
     split: NotRequired[Split]
     keep_attention: NotRequired[KeepAttention]
+    loss: NotRequired[str]
 
 
 PLAN_ENTRIES = tuple(PlanEntries.__annotations__)
 
 #: Entries that a document leaves out at these values.
-OPTIONAL_ENTRIES: Mapping[str, Any] = {"cp": "off", "stage_layers": None, "split": "full", "keep_attention": "off"}
+OPTIONAL_ENTRIES: Mapping[str, Any] = {
+    "cp": "off",
+    "stage_layers": None,
+    "split": "full",
+    "keep_attention": "off",
+    "loss": "sft",
+}
 
 
 class OutcomeEntry(TypedDict):

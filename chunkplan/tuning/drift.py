@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from chunkplan.arrays import Int32Array
 from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.memory import StageMemory
+from chunkplan.planning.batches import SampleGroups
 from chunkplan.tuning.document import Tuned
 from chunkplan.tuning.sampling import length_class, token_histogram
 from chunkplan.tuning.trial import try_out
@@ -49,10 +50,10 @@ class Drift(LengthDrift):
         return self.memory.total <= self.gpu_memory
 
 
-def find_drift(num_tokens: Int32Array, tuned: Tuned, config: PlanConfig) -> Drift:
+def find_drift(num_tokens: Int32Array, tuned: Tuned, config: PlanConfig, groups: SampleGroups | None = None) -> Drift:
     """Compare sequences of `num_tokens` int32 [n] with what `tuned` was found for; `config` is the plan's."""
     lengths = length_drift(num_tokens, tuned.token_histogram, tuned.longest_sequence)
-    outcome = try_out(heaviest_steps(num_tokens, config, tuned.cost), config, tuned.cost)
+    outcome = try_out(heaviest_steps(num_tokens, config, tuned.cost, groups), config, tuned.cost)
     return Drift(**asdict(lengths), memory=outcome.memory(tuned.cost), gpu_memory=tuned.gpu_memory)
 
 

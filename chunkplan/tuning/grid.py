@@ -53,6 +53,7 @@ class Choice:
     config: PlanConfig
     cost: CostModel
     step_ns: float
+    extra_ns: float
     tokens_per_second: float
     mfu: float
     bubble: float
@@ -85,6 +86,7 @@ def choice_of(outcome: Outcome, search: Search, *, kv_offload: bool | None = Non
         config=outcome.config,
         cost=cost,
         step_ns=outcome.step_ns,
+        extra_ns=outcome.extra_ns,
         tokens_per_second=sample.tokens_per_step / seconds,
         mfu=flops / (seconds * gpus * cost.hardware.peak_flops),
         bubble=outcome.bubble,

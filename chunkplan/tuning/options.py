@@ -147,6 +147,7 @@ class TuneOptions(Options):
         default=None,
     )
     global_batch: int = same(PlanConfig, "global_batch", group=_TRIED)
+    loss: str = same(PlanConfig, "loss", group=Advanced(_TRIED))
     seed: int = same(PlanConfig, "seed", group=Advanced(_TRIED))
     chunk_sizes: tuple[int, ...] = option(
         several(tokens(), metavar="N,N,..."),
@@ -294,6 +295,7 @@ class TuneOptions(Options):
             schedule=schedule,
             seed=self.seed,
             keep_attention=self.keep_attention,
+            loss=self.loss,
         )
 
     @property

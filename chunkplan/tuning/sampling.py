@@ -15,7 +15,7 @@ from chunkplan.arrays import Int32Array, Int64Array, offsets_of
 from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.durations import Float64Array, whole_pairs, work_ns
 from chunkplan.cost.model import CostModel
-from chunkplan.planning.batches import batch_sizes, epoch_order
+from chunkplan.planning.batches import SampleGroups, epoch_steps
 
 #: Length classes end at powers of two, the first one here or, where that is smaller, at ChunkSize.
 _FIRST_CLASS = 1024
@@ -35,12 +35,14 @@ class Sample:
 
     `num_tokens` int32 [n], step after step; `sizes` int64 [num_steps], sequences of each; `weights` [num_steps], the
     share of all steps that each stands for, 0 of those that are here for their memory only. `classes` ascend by length.
+    `has_reference`: as in `Dataset`.
     """
 
     num_tokens: Int32Array
     sizes: Int64Array
     weights: Float64Array
     classes: tuple[LengthClass, ...]
+    has_reference: bool = False
 
     @property
     def tokens_per_step(self) -> float:
@@ -58,18 +60,23 @@ class Sample:
 
 
 def sample_steps(
-    num_tokens: Int32Array, config: PlanConfig, cost: CostModel, num_strata: int, num_heaviest: int = 0
+    num_tokens: Int32Array,
+    config: PlanConfig,
+    cost: CostModel,
+    num_strata: int,
+    num_heaviest: int = 0,
+    groups: SampleGroups | None = None,
 ) -> Sample:
     """Choose steps of the first epoch of a plan of sequences of `num_tokens` with seed and global batch of `config`.
 
     Steps are sorted by their work and cut into `num_strata` strata of equal work; each is stood for by the step whose
     work is nearest to its mean. The few steps with long sequences, which take much of the time, so count as what they
     are. Added are the steps with the longest sequence of each length class, and the `num_heaviest` with most work.
+    `groups`: sequences that come in one step.
     """
-    order = epoch_order(np.ones(num_tokens.size, np.int32), config.seed, 0)
-    sizes = batch_sizes(order.size, config)
+    order, sizes = epoch_steps(np.ones(num_tokens.size, np.int32), config, 0, groups)
     first = np.cumsum(sizes) - sizes
-    tokens = num_tokens[order[: sizes.sum()]]
+    tokens = num_tokens[order]
     work = np.add.reduceat(work_ns(cost, tokens, whole_pairs(cost, tokens)).astype(np.float64), first)
     steps, weights = _stratify(work, num_strata)
     classes = []

@@ -24,7 +24,9 @@ from chunkplan.planning.memory import (
     memory_rates_of,
 )
 from chunkplan.planning.method import Dataset, chunk_block, schedule_block
+from chunkplan.schedule.forwards import extra_forwards, forwards_ns
 from chunkplan.schedule.holdings import highest_peak, peak_snapshots
+from chunkplan.schedule.slots import slot_ops_on
 from chunkplan.tuning.sampling import Sample
 
 
@@ -32,11 +34,12 @@ from chunkplan.tuning.sampling import Sample
 class Outcome:
     """Time and memory of a configuration on the steps of a sample.
 
-    `step_ns`: mean time of a step, with its reduction. `bubble`: share of the stages' time, until their rank is done,
-    without a first forward or a backward. `recompute_share`: of the work. `recompute_ns` by length class: mean per
-    step, over all stages. `peaks` int64 [2, num_steps, pp, 8]: what each stage holds at its fullest moment on any
-    rank, see `peak_snapshots`; first where keys and values are on the GPU, then where they are offloaded. `retained`
-    int64 [pp]: the most tokens whose activations each stage holds at once, in any step and on any rank.
+    `step_ns`: mean time of a step, with its reduction and `extra_ns`, the forwards that its loss adds. `bubble`: share
+    of the stages' time, until their rank is done, without a first forward or a backward. `recompute_share`: of the
+    work. `recompute_ns` by length class: mean per step, over all stages. `peaks` int64 [2, num_steps, pp, 8]: what each
+    stage holds at its fullest moment on any rank, see `peak_snapshots`; first where keys and values are on the GPU,
+    then where they are offloaded. `retained` int64 [pp]: the most tokens whose activations each stage holds at once, in
+    any step and on any rank.
 
     Its methods take a `cost` that may differ from its own in offloading and sharding.
     """
@@ -44,6 +47,7 @@ class Outcome:
     config: PlanConfig
     cost: CostModel
     step_ns: float
+    extra_ns: float
     bubble: float
     recompute_share: float
     recompute_ns: tuple[float, ...]
@@ -109,6 +113,10 @@ def try_out(
     reduction = reduction_ns(
         cost, dp=dp, pp=pp, layers=config.layers(cost.shape.num_layers), placement=config.placement
     )
+    extra_ns = 0.0
+    if number := extra_forwards(config.loss, cost, has_reference=sample.has_reference):
+        together = chunked.chunks, scheduled.actions, chunked.times, dp, pp, config.placement
+        extra_ns = number * float(sample.weights @ forwards_ns(*together, slot_ops_on(cost, dp), scheduled.slots))
     moments = []  # of each stage on any rank of each step
     for offloaded in (False, True):
         of_held = memory_rates_of(config, replace(cost, kv_offload=offloaded))
@@ -118,7 +126,8 @@ def try_out(
     return Outcome(
         config=config,
         cost=cost,
-        step_ns=float(sample.weights @ rank_end.max(axis=1)) + reduction,
+        step_ns=float(sample.weights @ rank_end.max(axis=1)) + extra_ns + reduction,
+        extra_ns=extra_ns,
         bubble=1 - float(work - recomputed) / (pp * float(sample.weights @ rank_end.sum(axis=1))),
         recompute_share=float(recomputed / work),
         recompute_ns=_recompute_by_class(sample, chunked, sample.weights[step_of_chunk]),

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from chunkplan.arrays import Int32Array
+from chunkplan.config.losses import resolve_loss
 from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.checkpointing import checkpointing_words
 from chunkplan.cost.hardware import typed_gpus
@@ -22,6 +23,8 @@ from chunkplan.errors import UsageError
 from chunkplan.lengths import Positions
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.load import load_analysis
+from chunkplan.planning.batches import SampleGroups
+from chunkplan.planning.selection import check_groups, has_reference
 from chunkplan.quantities import ZERO, seconds, short_repr
 from chunkplan.tuning.baselines import Baseline, baselines
 from chunkplan.tuning.grid import Choice, Progress, evaluate, mixed_again, try_grid
@@ -141,14 +144,18 @@ def tune(
     `found` is called with each baseline as soon as it is timed, before anything else is tried.
 
     Raises:
-        UsageError: there is no analysis, or nothing fits the memory; says what would be needed.
+        UsageError: there is no analysis, a group of it has more sequences than a step, or nothing fits the memory; says
+            what would be needed.
         DataError: the analysis is damaged.
     """
     if not isinstance(analysis, Analysis):
         analysis = load_analysis(analysis)
-    num_tokens = analysis.num_tokens
+    options = replace(options, loss=resolve_loss(options.loss, analysis.samples, str(analysis.path)))
+    num_tokens, groups = analysis.num_tokens, SampleGroups.of(analysis.group)
+    check_groups(analysis, options.global_batch)
     layouts = options.layouts()
-    few, search = (Search(_sample(num_tokens, options, strata), options) for strata in (_COARSE, _STRATA))
+    of_steps = (_sample(num_tokens, options, strata, groups) for strata in (_COARSE, _STRATA))
+    few, search = (Search(replace(each, has_reference=has_reference(analysis)), options) for each in of_steps)
     overall = _Overall(progress or _ignore, few, search)
     sample = search.sample
     rows = []
@@ -165,7 +172,7 @@ def tune(
         choices = _on_more_steps(choices, search, overall.part(80, 15))
         if fitting and not any(choice.fits for choice in choices):  # what fits few steps may fit no others
             choices = _tried(search, layouts, overall)
-    heaviest = heaviest_steps(num_tokens, choices[0].config, choices[0].cost)
+    heaviest = heaviest_steps(num_tokens, choices[0].config, choices[0].cost, groups)
     chosen = recommended = _pick_best(choices, heaviest, search)
     if chosen is not None and chosen.plan_only is not None:
         recommended = _pick_best(choices, heaviest, search, runnable=True)
@@ -190,12 +197,12 @@ def tune(
     )
 
 
-def _sample(num_tokens: Int32Array, options: TuneOptions, num_strata: int) -> Sample:
+def _sample(num_tokens: Int32Array, options: TuneOptions, num_strata: int, groups: SampleGroups | None) -> Sample:
     layout = options.layouts()[0]
     config = options.plan_config(layout, options.chunk_sizes[0], options.ks[0], options.schedules_of(layout)[0])
     most = max(4, _MOST_SEQUENCES // options.global_batch)
     cost = options.cost(layout, LADDER[0], options.shardings_of(layout)[0])
-    return sample_steps(num_tokens, config, cost, min(num_strata, most))
+    return sample_steps(num_tokens, config, cost, min(num_strata, most), groups=groups)
 
 
 def _compare(search: Search, layouts: list[GpuLayout], progress: Progress) -> list[LayoutEstimate]:
@@ -275,9 +282,11 @@ def _ignore(doing: str, done: int, total: int) -> None:
     """Ignore progress: that of a comparison of layouts, or of a caller that asked for none."""
 
 
-def heaviest_steps(num_tokens: Int32Array, config: PlanConfig, cost: CostModel) -> Sample:
+def heaviest_steps(
+    num_tokens: Int32Array, config: PlanConfig, cost: CostModel, groups: SampleGroups | None = None
+) -> Sample:
     """Sample the steps that memory is checked on: all, or the heaviest of many."""
-    return sample_steps(num_tokens, config, cost, 1, max(4, _HEAVIEST_SEQUENCES // config.global_batch))
+    return sample_steps(num_tokens, config, cost, 1, max(4, _HEAVIEST_SEQUENCES // config.global_batch), groups)
 
 
 def _on_more_steps(choices: list[Choice], search: Search, progress: Progress) -> list[Choice]:

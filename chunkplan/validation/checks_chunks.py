@@ -11,11 +11,11 @@ import pyarrow as pa
 
 from chunkplan.arrays import BoolArray, Int32Array, Int64Array, IntArray, offsets_of, run_starts, sum_runs
 from chunkplan.config.plan import PlanConfig
-from chunkplan.errors import UsageError
 from chunkplan.operations import KEPT_ATTENTION, NOT_KEPT
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.schema import to_numpy
-from chunkplan.planning.selection import check_selection, describe_selection
+from chunkplan.planning.selection import describe_selection
+from chunkplan.validation.checks_steps import check_equal_chunks, check_steps, check_whole_groups
 from chunkplan.validation.chunk_columns import ChunkColumns, Violation
 
 # The invariants of sequences: each occurs as often as it should, whole or cut into the parts of one group.
@@ -234,48 +234,6 @@ def check_chunk_ids(columns: ChunkColumns) -> Iterator[Violation | None]:
         yield Violation("", "a rank without chunks", int(absent[0]) // dp, int(absent[0]) % dp)
 
 
-def check_steps(columns: ChunkColumns) -> Iterator[Violation | None]:
-    """Steps run 0.. without gaps over all epochs; batches are as configured; only an epoch's last one may be short."""
-    steps, config, num_steps = columns.steps, columns.config, columns.num_steps
-    try:
-        check_selection(columns.analysis, config)
-    except UsageError as error:
-        yield Violation("", f"the plan's config does not fit the analysis: {error.message}")
-    full, rest = np.divmod(np.array([size for size, _ in columns.epochs], np.int64), config.global_batch)
-    is_kept = (rest > 0) & (config.last_batch == "keep")
-    per_epoch = full + is_kept
-    if per_epoch.size < config.epochs or per_epoch.sum() != num_steps:
-        more = " or more" if per_epoch.size < config.epochs else ""
-        yield Violation("", f"{num_steps} steps, expected {per_epoch.sum()}{more}")
-    epochs = np.repeat(np.arange(per_epoch.size), per_epoch)
-    bad = (steps["step"] != np.arange(num_steps)) | (steps["epoch"] != epochs)
-    yield columns.at_step(bad, lambda row: "step or epoch is out of order")
-    is_short = np.diff(epochs, append=-1).astype(bool) & is_kept[epochs]
-    expected = np.where(is_short, rest[epochs], config.global_batch)
-    num_beginnings = columns.per_chunk((columns.start == 0) & (columns.end > 0))  # [num_chunks]
-    actual = sum_runs(num_beginnings, columns.step_chunks)  # [num_steps], occurrences, each by its first segment
-    yield columns.at_step(
-        (actual != expected) | (steps["num_sequences"] != expected),
-        lambda row: f"{actual[row]} sequences ({steps['num_sequences'][row]} stated), expected {expected[row]}",
-    )
-
-
-def check_equal_chunks(columns: ChunkColumns) -> Iterator[Violation | None]:
-    """All ranks of a step have as many chunks and sequences as the configuration asks for, none empty."""
-    config, num_chunks = columns.config, np.diff(columns.rank_chunks).reshape(columns.num_steps, -1)
-    most = num_chunks.max(axis=1, keepdims=True)
-    expected = np.full_like(most, config.micro_batches) if isinstance(config.micro_batches, int) else most
-    wrong = np.argwhere((num_chunks != expected) & (config.equal_chunks or config.micro_batches is not None)).tolist()
-    for step, rank in wrong[:1]:
-        message = f"{num_chunks[step, rank]} chunks, expected {expected[step, 0]} on every rank of the step"
-        yield Violation("", message, step, rank, count=len(wrong))
-    if config.micro_batches is not None:
-        yield columns.at(np.diff(columns.segments) == 0, lambda row: "a micro-batch without a sequence")
-    if config.equal_sequences:
-        sizes = sum_runs(np.diff(columns.segments), columns.rank_chunks).reshape(num_chunks.shape)
-        yield columns.at_step((sizes != sizes[:, :1]).any(axis=1), lambda row: f"unequal {sizes[row]} sequences")
-
-
 def check_chunk_size(columns: ChunkColumns) -> Iterator[Violation | None]:
     """No chunk is over ChunkSize, and its num_tokens is the sum of its segments, none of which is empty."""
     size, stated = columns.config.chunk_size, columns.chunks["num_tokens"]
@@ -486,6 +444,7 @@ CHUNK_CHECKS: dict[str, Callable[[ChunkColumns], Iterator[Violation | None]]] = 
     "equal-chunks": check_equal_chunks,
     "chunk-size": check_chunk_size,
     "tokens-once": check_tokens_once,
+    "whole-groups": check_whole_groups,
     "one-step-one-rank": check_one_place,
     "groups": check_groups,
     "prefix": check_prefix,

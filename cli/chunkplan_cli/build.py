@@ -36,7 +36,7 @@ from chunkplan_cli.declared import (
     output_option,
     takes,
 )
-from chunkplan_cli.plan_report import warn_of_chunk_size, warn_of_memory, warn_of_positions, warn_of_weights
+from chunkplan_cli.plan_report import note_loss, warn_of_chunk_size, warn_of_memory, warn_of_positions, warn_of_weights
 from chunkplan_cli.progress import note_compilation, planning_progress
 from chunkplan_cli.terminal import note, print_json, stdout, warn
 
@@ -92,6 +92,8 @@ def build(
         loaded, cost, values = open_like(options.like, output, analysis, values, machine)
     else:
         loaded = load_analysis(find_analysis(analysis, place))
+    if not options.like:
+        note_loss(loaded, values)
     if keys := unread_words(loaded.manifest.get("sources", ())):
         note(f"not read of the data: {keys}")
     with note_compilation():

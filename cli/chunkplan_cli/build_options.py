@@ -134,11 +134,12 @@ def open_like(
 
 def fitting_levels(cost: CostModel, config: PlanConfig, analysis: Analysis) -> CostModel:
     """`cost` with the levels of activation checkpointing that fit the GPU on the heaviest steps and run least again."""
+    from chunkplan.planning.batches import SampleGroups
     from chunkplan.tuning.mixing import fastest_fitting
     from chunkplan.tuning.tune import heaviest_steps
 
     config.check_layers(cost.shape.num_layers, cost.shape.name)
-    heaviest = heaviest_steps(analysis.num_tokens, config, cost)
+    heaviest = heaviest_steps(analysis.num_tokens, config, cost, SampleGroups.of(analysis.group))
     found = fastest_fitting(heaviest, config, cost, cost.hardware.memory_bytes)
     note(f"chosen: --checkpointing {found.checkpointing}")
     return found
@@ -161,7 +162,7 @@ def describe_old(target: Path) -> str | None:
 _TRIED = {"chunk_size": "chunk_sizes", "k": "ks", "schedule": "schedules"}
 
 #: Options of a plan that a tuning has too.
-_SHARED = ("dp", "cp", "pp", "global_batch", "seed", "keep_attention")
+_SHARED = ("dp", "cp", "pp", "global_batch", "seed", "keep_attention", "loss")
 
 
 def choose(
@@ -256,9 +257,10 @@ def _refuse_machine(machine: CliValues) -> None:
 
 def _compare(analysis: Analysis, found: Tuned, config: PlanConfig) -> None:
     """Warn if the data differ from those tuned for; refuse what would no longer fit."""
+    from chunkplan.planning.batches import SampleGroups
     from chunkplan.tuning.drift import find_drift
 
-    drift = find_drift(analysis.num_tokens, found, config)
+    drift = find_drift(analysis.num_tokens, found, config, SampleGroups.of(analysis.group))
     if drift.has_drifted:
         warn(
             f"the lengths have drifted: {percent(drift.moved)} of the tokens are in other length classes than when "

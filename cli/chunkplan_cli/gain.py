@@ -26,7 +26,7 @@ from chunkplan_cli.declared import (
     takes,
     tune_options,
 )
-from chunkplan_cli.plan_report import warn_of_positions
+from chunkplan_cli.plan_report import note_loss, warn_of_positions
 from chunkplan_cli.progress import note_compilation, tuning_progress
 from chunkplan_cli.terminal import note, print_json, stdout, warn
 from chunkplan_cli.tune import print_tuned_for, print_verdict, verdict_title
@@ -83,6 +83,7 @@ def gain(
     place = Workspace.find(workspace)
     analysis, estimate, cutting = _lengths(data, place, reading, files, options.shape)
     warn_of_positions(analysis, options.shape)
+    note_loss(analysis, asked)
     console = stdout()
     if not as_json:
         tokens = analysis.num_tokens

@@ -139,6 +139,18 @@ def print_plan_report(
     console.print(Panel(Group(*lines), title="plan", title_align="left", expand=False))
 
 
+def note_loss(analysis: Analysis, given: Mapping[str, Any]) -> None:
+    """Print which loss times are for where none is `given`; raises UsageError where one is that the data are not of."""
+    from chunkplan.config.losses import USUAL, check_samples
+    from chunkplan.planfile.samples import IN_WORDS
+
+    if "loss" in given:
+        check_samples(given["loss"], analysis.samples, str(analysis.path))
+    elif analysis.samples is not None:
+        usual, kind = USUAL[analysis.samples], IN_WORDS[analysis.samples]
+        note(f"predicted for the loss {usual}, as the data are {kind}; --loss names another")
+
+
 #: Sources of a mix that are listed.
 _LISTED = 20
 

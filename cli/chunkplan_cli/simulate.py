@@ -294,6 +294,9 @@ def print_comparison(console: Console, simulations: Sequence[Simulation]) -> Non
     styles = ["bold" if each.makespan == best else "" for each in simulations]
     console.print(drawn_table(console, Table("", head, rows, texts=("", "schedule"), styles=styles)))
     console.print()
+    if first.extra_forward:
+        more = _time(first, first.extra_forward)
+        console.print(Text(f"forwards for the loss of the plan take {more} before each of them", style="dim"))
     cut = {each.stage_layers for each in simulations}
     if len(cut) > 1:
         [layers] = cut - {None}
@@ -308,6 +311,8 @@ def _totals(simulation: Simulation) -> RichTable:
     rows = []
     makespan = _time(simulation, simulation.makespan)
     rows.append(("time", f"{makespan}; no order takes less than {_bound(simulation)}"))
+    if simulation.extra_forward:
+        rows.append(("loss", f"{_time(simulation, simulation.extra_forward)} more before it, of forwards for its loss"))
     if simulation.reduction:
         after = "more to sum gradients, partly hidden behind the last backwards"
         rows.append(("gradients", f"{_time(simulation, simulation.reduction)} {after}"))

@@ -47,7 +47,8 @@ def print_step(console: Console, step: PlanStep, shares: StepShares, plan: Plan,
     )
     after = reduction_us_of(plan.manifest) or 0.0
     reduction = f", {seconds(after)} of it to sum gradients" if after >= step.predicted_us / 1000 else ""
-    console.print(f"predicted {seconds(step.predicted_us + after)}{reduction}")
+    before = f", {seconds(step.extra_forward_us)} of it forwards for the loss {config.loss}"
+    console.print(f"predicted {seconds(step.predicted_us + after)}{before if step.extra_forward_us else ''}{reduction}")
     if shares.sequences:
         console.print()
         console.print(drawn_table(console, _shared_table(shares)))

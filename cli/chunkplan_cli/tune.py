@@ -27,7 +27,7 @@ from chunkplan_cli.declared import (
     takes,
     tune_options,
 )
-from chunkplan_cli.plan_report import warn_of_positions
+from chunkplan_cli.plan_report import note_loss, warn_of_positions
 from chunkplan_cli.progress import note_compilation, tuning_progress
 from chunkplan_cli.terminal import drawn_table, facts_grid, note, print_json, stdout, warn
 from chunkplan_cli.ways_report import print_way, print_way_heads
@@ -68,6 +68,7 @@ def tune(
     refuse_overwriting(target, (source, *files_read(asked)))
     loaded = load_analysis(source)
     warn_of_positions(loaded, options.shape)
+    note_loss(loaded, asked)
     with note_compilation(), tuning_progress() as report_progress:
         tuning = run(loaded, options, progress=report_progress)
     if as_json:
@@ -217,6 +218,8 @@ def _verdict(tuning: Tuning) -> RichTable:
         hours += f", {options.gpu_hour_price * tuning.gpu_hours:,.2f} at {options.gpu_hour_price:g} a GPU-hour"
     memory = f"{gibibytes(choice.memory.total)} of {gibibytes(options.gpu_memory)} on the fullest GPU"
     rows = [("gain", _gain_words(tuning)), *_against(tuning), ("setting", _words(choice, tuning))]
+    if choice.extra_ns:
+        rate += f"; {seconds(choice.extra_ns / 1e3)} of it forwards for the loss {choice.config.loss}"
     rows += [("a step", rate), ("an epoch", hours), ("memory", memory)]
     if choice.host_bytes:
         rows.append(("host memory", f"{gibibytes(choice.host_bytes)} a GPU{_on_host(choice)}"))

@@ -63,6 +63,7 @@ def test_a_step_is_counted_as_a_loop_over_its_chunks_counts_it(plan: Plan) -> No
         for name in ("exceeds_share", "optimal", "chunks_lower_bound", "peak_retained_tokens", "lower_bound_us"):
             expected[name] = getattr(step, name)
         expected["reduction_us"] = reduction_us_of(plan.manifest)
+        expected["extra_forward_us"] = 0.0
         assert {name: row[name] for name in expected} == pytest.approx(expected, rel=1e-6)
         assert row.keys() == {*expected, "step"}
 
@@ -172,6 +173,7 @@ def timed(*changes: dict[str, Any]) -> StepTimeSummary:
                 "recompute_share": is_it["recomputed"],
                 "exceeds_share": is_it["exceeds_share"],
                 "predicted_us": cost * is_it["heavy"] / 2 * is_it["waiting"],
+                "extra_forward_us": 0.0,
             }
         )
     frame = pl.DataFrame(chunks, schema_overrides={"group_id": pl.Int32})
@@ -233,6 +235,7 @@ def test_the_longest_sequence_makes_its_step_the_slowest(tmp_path: Path) -> None
 
 def test_a_step_without_the_chunks_of_its_slowest_rank_is_damage() -> None:
     steps = pl.DataFrame({"step": [0], "num_tokens": [5], "slowest_rank": [1], "predicted_us": [1.0], "fill": [1.0]})
+    steps = steps.with_columns(extra_forward_us=0.0)
     steps = steps.with_columns(recompute_share=pl.lit(0.0), exceeds_share=pl.lit(False))
     chunks = pl.DataFrame(
         {"step": [0], "dp_rank": [0], "num_tokens": [5], "cost": [1.0], "attention_pairs": [1.0], "reach": [5]}

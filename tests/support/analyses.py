@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,4 +30,28 @@ def write_analysis(folder: Path, sequences: Iterable[tuple[Any, Any]]) -> Path:
     for record, (ids, target) in enumerate(sequences):
         writer.add(0, record, np.asarray(ids, np.int32), np.asarray(target, bool))
     writer.finish(exact=True, sources=[])
+    return folder
+
+
+def write_groups(folder: Path, sizes: Sequence[int], lengths: Sequence[int] = (5, 9, 40), num_sources: int = 1) -> Path:
+    """Rollouts in groups of so many sequences, of `lengths` in turn, dealt to the sources d0.jsonl, d1.jsonl, ...
+
+    Sequences of groups stand mixed up, a group's in one source.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    random, writer = np.random.default_rng(0), AnalysisWriter(folder, "rollouts", ["group"])
+    order = random.permutation(np.repeat(np.arange(len(sizes)), sizes))
+    order = order[np.argsort(order % num_sources, kind="stable")]
+    _, first = np.unique(order, return_index=True)
+    records = np.zeros(num_sources, int)
+    for place, group in enumerate(order.tolist()):
+        source, num_tokens = group % num_sources, lengths[place % len(lengths)]
+        ids = random.integers(0, 50, num_tokens, dtype=np.int32)
+        is_target = np.arange(num_tokens) > num_tokens // 3
+        writer.add(source, int(records[source]), ids, is_target, group=int(first[group]))
+        records[source] += 1
+    writer.finish(
+        exact=True,
+        sources=[{"path": f"d{n}.jsonl", "schema": "text", "records": int(count)} for n, count in enumerate(records)],
+    )
     return folder

@@ -88,6 +88,12 @@ def test_every_entry_that_is_relied_on_is_checked_when_a_document_is_read() -> N
     assert relied_on(TuningDocument) == set(expected)
     assert relied_on(OptionsEntry) == set(expected["options"])
     assert relied_on(DataEntry) == set(expected["data"])
-    assert relied_on(ChoiceEntry) == set(expected["chosen"]) - {"cp?", "stage_layers?", "split?", "keep_attention?"}
+    assert relied_on(ChoiceEntry) == set(expected["chosen"]) - {
+        "cp?",
+        "stage_layers?",
+        "split?",
+        "keep_attention?",
+        "loss?",
+    }
     assert expected["choices"] == [expected["chosen"]]
     assert relied_on(BaselineEntry) == set(expected["baselines"][0])
