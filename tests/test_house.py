@@ -18,13 +18,13 @@ MOST_LINES, MOST_FUNCTION_LINES, MOST_PARAMETERS = 500, 80, 10
 BUDGETS = {
     ("runtime/",): 14_890,
     ("chunkplan/intake/",): 11_730,
-    ("chunkplan/reporting/", "cli/"): 10_150,
-    ("chunkplan/cost/", "chunkplan/tuning/"): 7_120,
-    ("chunkplan/schedule/", "chunkplan/validation/", "chunkplan/simulation.py"): 5_930,
-    ("chunkplan/config/", "chunkplan/options.py", "chunkplan/domains.py"): 1_510,
-    ("",): 62_860,
+    ("chunkplan/reporting/", "cli/"): 10_190,
+    ("chunkplan/cost/", "chunkplan/tuning/"): 7_190,
+    ("chunkplan/schedule/", "chunkplan/validation/", "chunkplan/simulation.py"): 5_970,
+    ("chunkplan/config/", "chunkplan/options.py", "chunkplan/domains.py"): 1_540,
+    ("",): 63_270,
 }
-MOST_FILES = 317
+MOST_FILES = 320
 
 #: Of `dict[str, Any]` there are no more than now: it is for JSON of any shape and for keyword arguments.
 MOST_UNTYPED_DICTS = 51
