@@ -62,10 +62,11 @@ Piece = tuple[int, int, int]
 
 
 class Tree(NamedTuple):
-    """Prefixes as in `PlanStep.prefixes`, and by chunk_id columns of its row."""
+    """Prefixes as in `PlanStep.prefixes`; by chunk_id columns of its row, and the chunks that attend to it."""
 
     prefixes: Mapping[int, tuple[int, int]]
     columns: Mapping[int, dict[str, Any]]
+    dependents: Mapping[int, Sequence[int]]
 
 
 HandmadePlan = Callable[..., tuple[Path, Path]]

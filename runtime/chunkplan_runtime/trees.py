@@ -55,7 +55,7 @@ class TreePart:
         found = self.runs[0].piece.start
         for piece, before in self.runs:
             seen = _first_position(piece.position, window, tile)
-            found = min((each.within(seen, each.end).start for each in before if each.end > seen), default=found)
+            found = min([found, *(each.within(seen, each.end).start for each in before if each.end > seen)])
         return found
 
     def sees(self, start: int, stop: int) -> bool:

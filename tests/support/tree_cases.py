@@ -16,12 +16,14 @@ from tests.conftest import HandmadePlan, Piece, Tree
 Sample = tuple[Any, Any]
 
 
-def random_samples(chance: random.Random, levels: int, branches: int, longest: int = 9) -> list[Sample]:
-    """The leaves of a tree of some levels, each of up to so many branches, in preorder of it; first tokens differ."""
+def random_samples(
+    chance: random.Random, levels: int, branches: int, shortest: int = 2, longest: int = 9
+) -> list[Sample]:
+    """The leaves of a tree of some levels, each of up to so many branches, in preorder of it; each adds some tokens."""
     sizes = np.random.default_rng(chance.randrange(2**32))
 
     def grow(ids: list[int], target: list[bool], level: int) -> list[tuple[list[int], list[bool]]]:
-        length = chance.randint(2, longest)
+        length = chance.randint(shortest, longest)
         ids = ids + sizes.integers(0, 97, length).tolist()
         target = target + (sizes.random(length) < 0.6).tolist()
         if level == levels:
@@ -70,11 +72,12 @@ def tree_of(
     seen = [{place for piece in chunk for place in _tokens_before(piece, prefixes)} for chunk in chunks]
     own = [{(number, token) for number, start, end in chunk for token in range(start, end)} for chunk in chunks]
     columns: dict[int, dict[str, Any]] = {}
+    attending: dict[int, list[int]] = {}
     actions: list[tuple[str, int]] = []
     stack: list[int] = []
     before = 0
     for number, chunk in enumerate(chunks):
-        dependents = [other for other in range(number + 1, size) if seen[other] & own[number]]
+        attending[number] = dependents = [other for other in range(number + 1, size) if seen[other] & own[number]]
         in_group = number < size and size > 1
         columns[number] = {
             "group_id": 0 if in_group else None,
@@ -91,7 +94,28 @@ def tree_of(
             top = stack.pop()
             actions += [] if columns[top]["keeps_activations"] else [("recompute", top)]
             actions.append(("backward", top))
-    return Tree(prefixes, columns), actions
+    return Tree(prefixes, columns, attending), actions
+
+
+def run_ahead(chance: random.Random, tree: Tree, actions: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
+    """The same in another order, with backwards some time after those that depend on them, as on a pipeline."""
+    forwards = [action for action in actions if action[0].startswith("forward")]
+    columns, done, found = tree.columns, set[int](), list[tuple[str, int]]()
+    while len(done) < len(columns):
+        begun = {number for op, number in found if op.startswith("forward")}
+        ready = [
+            number
+            for number in begun - done
+            if begun.issuperset(own := tree.dependents[number]) and done.issuperset(own)
+        ]
+        if forwards and (not ready or chance.random() < 0.6):
+            found.append(forwards.pop(0))
+            continue
+        number = chance.choice(ready)
+        found += [] if columns[number]["keeps_activations"] else [("recompute", number)]
+        found.append(("backward", number))
+        done.add(number)
+    return found
 
 
 def _tokens_before(piece: Piece, prefixes: dict[int, tuple[int, int]]) -> list[tuple[int, int]]:
@@ -123,4 +147,6 @@ def random_tree_plan(chance: random.Random, handmade_plan: HandmadePlan) -> tupl
         chunks, last = [[*last[0], *chunks[0]]], []
     keeps = [chance.random() < 0.5 for _ in (*chunks, *last)]
     tree, actions = tree_of([*chunks, *last], prefixes, keeps, len(last))
+    if chance.random() < 0.5:
+        actions = run_ahead(chance, tree, actions)
     return handmade_plan(samples, [{0: [*chunks, *last]}], actions=actions, tree=tree)
