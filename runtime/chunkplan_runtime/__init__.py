@@ -1,7 +1,8 @@
 """The torch runtime: streams a plan and does its actions, with gradients equal to those of whole sequences.
 
-`ChunkTrainer`, `Executor`, `PlanStream`, `TargetTokens` and `open_plan` are imported when they are asked for: without
-them this package needs no torch, and says what of it is missing, or has to be set before it is there.
+`ChunkTrainer`, `Distillation`, `Executor`, `PlanStream`, `Scores`, `TargetTokens` and `open_plan` are imported when
+they are asked for: without them this package needs no torch, and says what of it is missing, or has to be set before it
+is there.
 """
 
 from __future__ import annotations
@@ -15,17 +16,21 @@ from chunkplan.errors import UsageError
 from chunkplan.extras import not_installed, pip_install
 
 if TYPE_CHECKING:
+    from chunkplan_runtime.execution.losses import Distillation
     from chunkplan_runtime.execution.step_loss import TargetTokens
+    from chunkplan_runtime.feed.scores import Scores
     from chunkplan_runtime.feed.stream import PlanStream, open_plan
     from chunkplan_runtime.training.chunk_trainer import ChunkTrainer
     from chunkplan_runtime.training.executor import Executor
 
-__all__ = ["ChunkTrainer", "Executor", "PlanStream", "TargetTokens", "open_plan"]
+__all__ = ["ChunkTrainer", "Distillation", "Executor", "PlanStream", "Scores", "TargetTokens", "open_plan"]
 
 _MODULES = {
     "ChunkTrainer": "training.chunk_trainer",
+    "Distillation": "execution.losses",
     "Executor": "training.executor",
     "PlanStream": "feed.stream",
+    "Scores": "feed.scores",
     "TargetTokens": "execution.step_loss",
     "open_plan": "feed.stream",
 }

@@ -84,7 +84,7 @@ def compare_step_loss(
         stage = make_stage(rank, opened, analysis, model, kv_offload=kv_offload, sharding=sharding)
         steps = StepExecutor(stage.executor, stage.shards, Job(stage.groups.layout, stage.groups))
         work = stage.work(0)
-        value, weights = steps.weigh(work, loss)
+        value, weights, _ = steps.weigh(work, loss)
         steps.run(work, weights=weights)
         if stage.shards:
             stage.shards.reduce_gradients()

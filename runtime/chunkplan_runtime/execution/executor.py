@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import product
 from time import perf_counter_ns
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -108,10 +109,12 @@ class RankExecutor:
         before_last: Callable[[int], None] | None = None,
         collectives: Collectives = no_collectives,
         weights: OfChunks | None = None,
+        chunk_losses: Mapping[int, ChunkLoss] = MappingProxyType({}),
     ) -> RankLoss:
         """Run all actions of `work`, whose share of the loss is one of the step's `num_target_tokens`.
 
         `weights` are those of the losses of tokens in a loss of the step (`step_weights`), in place of that share.
+        `chunk_losses`: by chunk the loss of its tokens, in place of the one for all.
 
         `around` is entered around every action, after what it waits for from other stages has come. `before_last` is
         called with each virtual stage, in its last action, when all that is left to do is to go backward through its
@@ -137,7 +140,9 @@ class RankExecutor:
                         self.halves.weight_half(key)
                 elif action.op in BACKWARDS:
                     before = before_last if action is last_of[action.virtual_stage] else None
-                    losses |= self._backward(work, action, weights or 1 / max(num_target_tokens, 1), around, before)
+                    weight = weights or 1 / max(num_target_tokens, 1)
+                    loss = chunk_losses.get(action.chunk_id, self._loss)
+                    losses |= self._backward(work, action, loss, weight, around, before)
                 else:
                     self._forward(work, action, action.op, around)
                 done[key] = action.op
@@ -257,14 +262,15 @@ class RankExecutor:
         self,
         work: RankWork,
         action: Action,
+        loss: ChunkLoss,
         weight: float | OfChunks,
         around: Around,
         before: Callable[[int], None] | None,
     ) -> dict[int, Tensor]:
         """Run a chunk backward; gives its losses [num_tokens] on the last model stage, which computes them only now.
 
-        `weight`: of a token's loss, or by chunk those of its tokens. `before` is called before it goes through the
-        layers.
+        `weight`: of a token's `loss`, or by chunk those of its tokens' cross-entropies. `before` is called before it
+        goes through the layers.
         """
         key = virtual_stage, chunk_id = action.virtual_stage, action.chunk_id
         part, tensors, store = self._stages[virtual_stage], work.tensors[chunk_id], self.stores[virtual_stage]
@@ -278,7 +284,7 @@ class RankExecutor:
             begin, self.model.current.context, borders = self.in_flight.pop(key)
             if isinstance(begin, Tensor):
                 if isinstance(weight, float):
-                    loss, weights = self._loss, begin.new_full((len(begin),), weight, dtype=wide(begin.dtype))
+                    weights = begin.new_full((len(begin),), weight, dtype=wide(begin.dtype))
                     if tensors.counts is not None:
                         weights *= tensors.counts.to(weights.device, non_blocking=True)
                 else:

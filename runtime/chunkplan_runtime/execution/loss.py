@@ -48,12 +48,15 @@ class LogitLoss:
     compiled: Callable[[], _OfLogits | None] | None = None
 
     def __call__(self, head: Head, hidden: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Implements `ChunkLoss`; a position without a target has no loss."""
+        """Implements `ChunkLoss`; a position without a target has no loss.
+
+        With `labels` [num_tokens, n], the first column of targets, losses are of all n, as `weights` are.
+        """
         losses = torch.zeros_like(weights)  # [num_tokens, ...]
         gradient = torch.zeros_like(hidden)  # [num_tokens, hidden_size]
         compiled = self.compiled() if self.compiled and head.compiles and torch.is_grad_enabled() else None
         logit_bytes = weights.ndim * LOGIT_BYTES if compiled is None else 2 * hidden.itemsize
-        all_rows = torch.nonzero(labels != NO_TARGET).flatten()  # [num_target_tokens]
+        all_rows = torch.nonzero(labels.view(len(labels), -1)[:, 0] != NO_TARGET).flatten()  # [num_target_tokens]
         at_once = tokens_at_once(head.vocab_size, logit_bytes)
         for on_host in torch.split(all_rows, at_once) if len(all_rows) else ():
             rows = on_host.to(hidden.device, non_blocking=True)
@@ -106,6 +109,16 @@ def _readings(logits: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor,
     entropy = -(log_probs.exp() * log_probs).sum(1)
     is_top = (of_target >= log_probs.amax(1)).to(values.dtype)
     return torch.stack([-of_target, entropy, (2 * log_probs).logsumexp(1), values.mean(1), is_top], 1), logits
+
+
+def of_several(logits: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Cross-entropies of `targets` [rows, n], and the gradient of their sum weighted by `weights` [rows, n]."""
+    log_probs = torch.log_softmax(logits.to(wide(logits.dtype)), 1)
+    losses = -log_probs.gather(1, targets)
+    if not torch.is_grad_enabled():
+        return losses, log_probs
+    gradient = log_probs.exp_().mul_(weights.sum(1, keepdim=True)).scatter_add_(1, targets, -weights)
+    return losses, gradient.to(logits.dtype)
 
 
 def use_head(loss: ChunkLoss, head: Head, hidden: Tensor) -> None:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import runpy
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +21,9 @@ import torch
 from torch import Tensor
 
 from chunkplan.arrays import BoolArray, Int64Array
-from chunkplan.errors import UsageError
+from chunkplan.config.losses import LOSSES
+from chunkplan.errors import ChunkplanError, DataError, UsageError
+from chunkplan_runtime.feed.samples import OF_SEQUENCES, StepSamples
 from chunkplan_runtime.feed.stream import NO_TARGET, ChunkTensors, RankWork
 
 
@@ -31,8 +34,12 @@ class TargetTokens:
     `log_probs` and `entropies` [num_target_tokens], in at least float32. `sequence_ids` int64 [num_sequences]: numbers
     of sequences in the analysis, in order; one that a step has twice is there twice. `which` int64 [num_target_tokens]:
     the place of each token's sequence among these. `positions` int64 [num_target_tokens]: of the tokens in their
-    sequences. `reference` [num_target_tokens]: log-probabilities of the model without its adapters; None if not asked
-    for.
+    sequences.
+
+    `reference` [num_target_tokens]: log-probabilities by a reference model: those of the data, of a folder of scores,
+    or of the model without its adapters; None if there are none or they were not asked for. Of the data, None where it
+    has none: `group` int64 (sequences that have the same one belong together), `label` bool (whether an answer is
+    chosen or desirable), `reward`, `advantage` [num_sequences]; `advantages`, `old_log_probs` [num_target_tokens].
     """
 
     log_probs: Tensor
@@ -41,22 +48,46 @@ class TargetTokens:
     which: Tensor
     positions: Tensor
     reference: Tensor | None = None
+    group: Tensor | None = None
+    label: Tensor | None = None
+    reward: Tensor | None = None
+    advantage: Tensor | None = None
+    advantages: Tensor | None = None
+    old_log_probs: Tensor | None = None
 
     def sums(self, values: Tensor) -> Tensor:
         """Sum `values` [num_target_tokens] by sequence, [num_sequences]."""
         return values.new_zeros(len(self.sequence_ids)).index_add(0, self.which, values)
 
+    def means(self, values: Tensor) -> Tensor:
+        """Means of `values` [num_target_tokens] by sequence, [num_sequences]."""
+        return self.sums(values) / self.sums(torch.ones_like(values))
+
+
+#: Numbers that say how training goes, by name, such as "rewards/margins".
+Metrics = Mapping[str, Tensor | float]
 
 #: `loss(tokens)` -> the loss of a step, a single number that autograd can differentiate by `tokens.log_probs`, and by
-#: `tokens.entropies` where these are in it. Each process calls it with the same tokens.
-StepLoss = Callable[[TargetTokens], Tensor]
+#: `tokens.entropies` where these are in it; or this and metrics. Each process calls it with the same tokens.
+StepLoss = Callable[[TargetTokens], Tensor | tuple[Tensor, Metrics]]
+
+#: Of target tokens of this process, by their sequences [n] and positions [n], numbers [n].
+AtTokens = Callable[[Int64Array, Int64Array], npt.NDArray[Any]]
 
 #: By chunk_id losses of tokens, or their weights: [num_tokens], or [num_tokens, n].
 OfChunks = dict[int, Tensor]
 
-#: Of target tokens the sequences [n], the positions [n] and the losses [n] or [n, 2 or 3].
+#: Of target tokens the sequences [n], the positions [n] and the losses and other numbers [n] or [n, 2 or more].
 Columns = tuple[Int64Array, Int64Array, npt.NDArray[np.floating[Any]]]
 _NONE: Columns = np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros((0, 2), np.float32)
+
+
+class Weighed(NamedTuple):
+    """The value of a loss in a step, of each rank the weights of the losses of tokens, and metrics."""
+
+    value: float
+    weights: list[OfChunks]
+    metrics: dict[str, float]
 
 
 def step_weights(
@@ -65,34 +96,45 @@ def step_weights(
     losses: Sequence[OfChunks],
     gather: Callable[[Columns], list[Columns]],
     process: int = 0,
-) -> tuple[float, list[OfChunks]]:
+    samples: StepSamples | None = None,
+    reference: AtTokens | None = None,
+) -> Weighed:
     """The value of a loss in a step, and its derivatives by the losses of tokens, for each of `works`.
 
     Args:
         works: of the data-parallel ranks of this process.
-        losses: of each, by chunk, cross-entropies and entropies [num_tokens, 2], or [num_tokens, 3] with the
+        losses: of each rank, by chunk, cross-entropies and entropies [num_tokens, 2], or [num_tokens, 3] with the
             cross-entropies of a reference; of no chunks on a stage that does not know them.
         gather: gives what each process has given it, by process; it is called once.
         process: the number of this one.
+        samples: what the sequences of the step have beside tokens.
+        reference: gives log-probabilities of the reference, where `losses` has none.
 
     Derivatives are [num_tokens] by cross-entropies, or [num_tokens, 2] with those by entropies. Raises UsageError:
-    `loss` does not return a number that depends on log-probabilities.
+    `loss` does not return a number that depends on log-probabilities; DataError: a group is in several steps.
     """
     chunks = [(rank, chunk_id) for rank, found in enumerate(losses) for chunk_id in found]
     tensors = [works[rank].tensors[chunk_id] for rank, chunk_id in chunks]
     rows = [_target_rows(each) for each in tensors]
-    own = target_columns(works, losses)
+    readers = _readers(samples, reference)
+    own = _with_columns(target_columns(works, losses), [*readers.values()])
     everyone = gather(own)
     before = sum(len(ids) for ids, *_ in everyone[:process])
     order, is_first, columns = by_sequence(everyone)
     device = losses[chunks[0][0]][chunks[0][1]].device if chunks else torch.device("cpu")
     ids, positions, values = (torch.from_numpy(column).to(device) for column in columns)
     firsts = torch.from_numpy(is_first).to(device)
+    more: dict[str, Tensor | None] = {}
+    if values.shape[1] > 2 + len(readers):
+        more["reference"] = -values[:, 2]
+    more |= dict(zip(readers, values.T[values.shape[1] - len(readers) :], strict=True))
+    if samples is not None:
+        found = {name: samples.at_sequences(name, columns[0][is_first]) for name in OF_SEQUENCES}
+        more |= {name: None if each is None else _as_tensor(each, values) for name, each in found.items()}
     with torch.enable_grad():
         log_probs, entropies = (-values[:, 0]).requires_grad_(), values[:, 1].clone().requires_grad_()
-        reference = -values[:, 2] if values.shape[1] > 2 else None
-        of_sequences = firsts.cumsum(0) - 1
-        value = _called(loss, TargetTokens(log_probs, entropies, ids[firsts], of_sequences, positions, reference))
+        tokens = TargetTokens(log_probs, entropies, ids[firsts], firsts.cumsum(0) - 1, positions, **more)
+        value, metrics = _called(loss, tokens)
         by_log_prob, by_entropy = torch.autograd.grad(value.sum(), (log_probs, entropies), allow_unused=True)
     derivatives = torch.zeros_like(log_probs) if by_log_prob is None else -by_log_prob
     if by_entropy is not None:
@@ -103,7 +145,32 @@ def step_weights(
     for (rank, chunk_id), chunk, of_rows, part in zip(chunks, tensors, rows, parts, strict=True):
         weights[rank][chunk_id] = part.new_zeros(len(chunk.labels), *part.shape[1:])
         weights[rank][chunk_id].index_add_(0, of_rows.to(device), part)
-    return value.item(), weights
+    return Weighed(value.item(), weights, {name: float(each) for name, each in metrics.items()})
+
+
+def _readers(samples: StepSamples | None, reference: AtTokens | None) -> dict[str, AtTokens]:
+    """By its name in `TargetTokens`, what gives each column of numbers of this process's target tokens."""
+    found = dict[str, AtTokens]()
+    if samples is not None:
+        if samples.cut is not None:
+            raise DataError(
+                f"a step has {samples.cut}, and its loss is of whole groups",
+                hint="build the plan again",
+            )
+        found = {name: partial(samples.at_tokens, name) for name in samples.of_tokens}
+    return found if reference is None else {**found, "reference": reference}
+
+
+def _as_tensor(numbers: npt.NDArray[Any], like: Tensor) -> Tensor:
+    """Numbers on the device of a tensor, real ones in its dtype."""
+    found = torch.from_numpy(numbers)
+    return found.to(like) if found.is_floating_point() else found.to(like.device)
+
+
+def _with_columns(columns: Columns, readers: Sequence[AtTokens]) -> Columns:
+    ids, positions, values = columns
+    more = [read(ids, positions).astype(values.dtype) for read in readers] if len(ids) else []
+    return ids, positions, np.column_stack([values, *more]) if more else values
 
 
 def load_loss(named: str) -> StepLoss:
@@ -111,7 +178,8 @@ def load_loss(named: str) -> StepLoss:
     path, _, name = named.rpartition(":")
     hint = "for example own_loss.py:loss, of a file with `def loss(tokens): return -tokens.log_probs.mean()`"
     if not Path(path).is_file():
-        raise UsageError(f"--loss: there is no file {path or named!r}", hint=f"give FILE:NAME, {hint}")
+        names = ", ".join(name for name in LOSSES if name != "own")
+        raise UsageError(f"--loss: there is no file {path or named!r}", hint=f"give {names}; or FILE:NAME, {hint}")
     try:
         found = runpy.run_path(path).get(name)
     except Exception as error:
@@ -162,17 +230,20 @@ def by_sequence(everyone: Sequence[Columns]) -> tuple[Int64Array, BoolArray, Col
     return order, is_first, (ids, positions, losses[order])
 
 
-def _called(loss: StepLoss, tokens: TargetTokens) -> Tensor:
+def _called(loss: StepLoss, tokens: TargetTokens) -> tuple[Tensor, Metrics]:
     try:
         value: object = loss(tokens)
+    except ChunkplanError:
+        raise
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
         place = [frame for frame in frames if frame.filename != __file__][:1] or frames[-1:]
         message = f"the loss of the step raised {type(error).__name__}: {error}"
         hint = "`tokens` is a chunkplan_runtime.TargetTokens: log_probs, entropies, which, sequence_ids, positions"
         raise UsageError(message, where=f"{place[0].filename}:{place[0].lineno}", hint=hint) from error
+    value, metrics = value if isinstance(value, tuple) and len(value) == 2 else (value, {})
     if isinstance(value, Tensor) and value.numel() == 1 and value.requires_grad:
-        return value
+        return value, metrics
     given = type(value).__name__
     if isinstance(value, Tensor):
         given = f"a tensor of shape {tuple(value.shape)}" + ("" if value.requires_grad else " without a gradient")

@@ -26,6 +26,7 @@ from chunkplan.planfile.likeness import changed_samples, how_to_build_like, samp
 from chunkplan.planfile.load import load_plan, load_same_analysis
 from chunkplan.planfile.plan import VALIDATE_HINT, Action, Chunk, Plan, PlanStep
 from chunkplan_runtime.devices import pinned
+from chunkplan_runtime.feed.samples import SampleReader, StepSamples
 from chunkplan_runtime.layout import (
     RankLayout,
     Run,
@@ -126,13 +127,15 @@ class RankWork:
 class StepWork:
     """One optimizer step of a plan: its row, and the work of a process's data-parallel ranks in order of dp_rank.
 
-    `reduces_early`: whether gradients may be reduced in the last backwards of its processes (`may_reduce`).
+    `reduces_early`: whether gradients may be reduced in the last backwards of its processes (`may_reduce`). `samples`:
+    what sequences have beside tokens; None where they are ordinary.
     """
 
     step: PlanStep
     ranks: list[RankWork]
     plan: Plan
     reduces_early: bool
+    samples: StepSamples | None = None
 
     @property
     def last(self) -> RankWork | None:
@@ -263,6 +266,7 @@ class PlanStream(IterableDataset[StepWork]):
 
     def _read(self) -> Generator[StepWork, None, None]:
         reader = self._analysis.tokens()
+        read_samples = SampleReader(self._analysis, reader)
         dp_ranks = self._layout.dp_ranks(self._plan.config.dp)
         for step in self._plan.iter_steps(self._next):
             for dp_rank in dp_ranks:
@@ -271,7 +275,7 @@ class PlanStream(IterableDataset[StepWork]):
                 _check_links(step, dp_rank, self._layout)
             ranks = [self._with_tensors(work, reader, step.prefixes) for work in self._work_of(step, dp_ranks)]
             reduces_early = self._plan.config.cp == "off" or may_reduce(self._last_chunks(step))
-            yield StepWork(step, ranks, self._plan, reduces_early)
+            yield StepWork(step, ranks, self._plan, reduces_early, read_samples(step, dp_ranks))
 
     def _work_of(self, step: PlanStep, dp_ranks: range) -> list[RankWork]:
         """The work of a step for the process of these ranks on this stage, without tensors."""

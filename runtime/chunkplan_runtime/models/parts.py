@@ -45,7 +45,8 @@ def without_adapters(model: Any) -> Iterator[None]:
     if not layers:
         raise UsageError(
             "the model has no adapters without which it would be the reference",
-            hint="put adapters around it (peft.LoraConfig), or bring log-probabilities of another model to the loss",
+            hint="put adapters around it (peft.LoraConfig, --lora-rank), or bring those of a reference model: "
+            "`chunkplan score --model REFERENCE --plan PLAN --output scores`, then --reference scores",
         )
     for layer in layers:  # not by `enable_adapters`, which also changes what is trained
         layer._disable_adapters = True

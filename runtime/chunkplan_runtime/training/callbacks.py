@@ -171,7 +171,8 @@ class Callbacks(CallbackHandler):
         control.should_save = state.save_steps > 0 and done % state.save_steps == 0
         self.call("on_step_end")
         if self.control.should_log:
-            self._log(row, LOGGED)
+            of_loss = row.get("loss_metrics", {})
+            self._log({**row, **of_loss}, {**LOGGED, **{name: name for name in of_loss}})
 
     def evaluated(self, row: Row) -> None:
         """After an evaluation, whose loss `best` does not know yet."""

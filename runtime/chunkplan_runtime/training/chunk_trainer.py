@@ -34,6 +34,8 @@ from chunkplan.planfile.load import load_held_out, load_plan
 from chunkplan.planfile.plan import Plan
 from chunkplan_runtime import world_size
 from chunkplan_runtime.distributed.job import Job
+from chunkplan_runtime.execution.losses import check_loss, find_loss
+from chunkplan_runtime.feed.scores import Scores
 from chunkplan_runtime.feed.stream import StepWork, open_plan
 from chunkplan_runtime.layout import choose_layout, used_blocks
 from chunkplan_runtime.models.checks import plan_stream
@@ -132,7 +134,8 @@ class ChunkTrainer(ShardedTrainer):
     also "gradients", or also "weights"; None: as the plan was timed. `kv_offload`: keys and values of split sequences
     lie in host memory. `router_loss`: what the load-balancing loss of a mixture of experts is over, "batch", "sequence"
     or "none"; None: what the model's config asks for. `fused_kernels`: modules that compute what kernels of "torch" or
-    "liger" do call these, also after training; "none". `others` may be `processing_class`, `optimizers` and
+    "liger" do call these, also after training; "none". `others` may be `loss`, as in `Executor.step`, with metrics that
+    are logged; `reference`, a folder of `chunkplan score`; `processing_class`, `optimizers` and
     `optimizer_cls_and_kwargs`. Arguments that `Trainer` has too are as there; `args` is copied, and the copy has what
     the plan decides.
 
@@ -157,6 +160,7 @@ class ChunkTrainer(ShardedTrainer):
         fused_kernels: FusedKernels = "none",
         **others: Any,
     ) -> None:
+        loss, scores = others.pop("loss", None), others.pop("reference", None)
         for name, value in others.items():
             if name in REFUSED_ARGUMENTS and value is not None:
                 raise UsageError(f"ChunkTrainer takes no {name}", hint=REFUSED_ARGUMENTS[name])
@@ -178,6 +182,9 @@ class ChunkTrainer(ShardedTrainer):
         if args.world_size > 1:
             job = make_job([each for each in (self._plan, evaluation) if each], args.device, args.ddp_timeout_delta)
         how: Any = {"job": job, "pin_memory": args.dataloader_pin_memory and args.device.type == "cuda"}
+        self._reference = None if scores is None else Scores(scores)
+        self._loss = self._plan.config.loss if loss is None else loss
+        check_loss(find_loss(self._loss), self._plan, found.samples, self._reference)
         train_data = _PlanSteps(self._plan, found, base, lambda: self.state.global_step, **how)
         eval_data = None
         if evaluation is not None:
@@ -243,8 +250,12 @@ class ChunkTrainer(ShardedTrainer):
         self._switch("train")
         self._executor.job.at_step(work.step.step)
         with self.accelerator.autocast():
-            loss = self._executor.step(work)
+            loss = self._executor.step(work, self._loss, reference=self._reference)
         return torch.tensor(loss, dtype=torch.float64, device=self.args.device)
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log like `Trainer.log`, of training steps also the metrics of the loss."""
+        super().log({**logs, **self._executor.metrics} if "loss" in logs else logs, *args, **kwargs)
 
     def evaluation_loop(
         self, dataloader: Any, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from chunkplan.config.losses import LOSSES
 from chunkplan.cost.fused import FusedKernels
 from chunkplan.cost.hardware import KERNELS
 from chunkplan.cost.model import CostModel
@@ -105,6 +106,9 @@ class TrainConfig(Options):
     eval_plan: Path | None = option(
         _DIR, "The held-out plan.", **_unset("that of `build --holdout`, beside the plan"), group=Advanced(DATA)
     )
+    reference: Path | None = option(
+        _DIR, "Log-probabilities of a reference model, from `chunkplan score`.", default=None, group=Advanced(DATA)
+    )
     output: Path = option(_DIR, "The run's folder: metrics, checkpoints, final/.", group=DATA)
     model: str | None = _model(_NAME, "A saved model: a folder, or a name on the Hugging Face Hub.", default=None)
     model_config: Path | None = option(
@@ -174,9 +178,12 @@ class TrainConfig(Options):
         _BELOW_1, "Share of each target that training spreads over the whole vocabulary.", default=0.0
     )
     loss: str | None = _more_learning(
-        text("FILE:NAME"),
-        "A Python file and its function of log-probabilities that is the loss of a step.",
-        **_unset("cross-entropy"),
+        text("NAME"),
+        f"The loss of a step: {', '.join(LOSSES)}; or FILE:NAME, a function of a Python file.",
+        **_PLANNED,
+    )
+    loss_options: tuple[str, ...] | None = _more_learning(
+        several(text("NAME=VALUE"), example="beta=0.1"), "Options of the loss, with commas.", default=None
     )
     router_loss: str | None = _more_learning(
         one_of(*ROUTER_LOSSES),
@@ -222,8 +229,8 @@ class TrainConfig(Options):
             found = "neither is given" if self.model is None else "both are given"
             raise UsageError(f"--model or --model-config: {found}", hint="give one of them")
         self._check_adapters()
-        if self.loss and self.label_smoothing:
-            hint = "leave one of them out: a function of log-probabilities has no smoothed targets"
+        if self.loss not in (None, "sft") and self.label_smoothing:
+            hint = "leave one out: log-probabilities are not of smoothed targets; dpo has an option label_smoothing"
             raise UsageError("--loss and --label-smoothing exclude each other", hint=hint)
         if self.sharding in SHARED[1:] and self.precision == "bf16-pure":
             raise UsageError(
@@ -318,5 +325,5 @@ def fixed_options(config: TrainConfig) -> dict[str, Any]:
 
 def shared_options(config: TrainConfig) -> dict[str, Any]:
     """The options that have to be the same on all processes, by flag: all but paths, which machines may differ in."""
-    paths = ("plan", "analysis", "eval_plan", "output", "model", "model_config", "tokenizer", "device")
+    paths = ("plan", "analysis", "eval_plan", "output", "model", "model_config", "tokenizer", "device", "reference")
     return {one.flag: getattr(config, name) for name, one in options_of(TrainConfig).items() if name not in paths}

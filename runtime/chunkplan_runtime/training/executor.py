@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -25,7 +25,9 @@ from chunkplan_runtime.distributed.job import Job, refuse_differences
 from chunkplan_runtime.distributed.sharding import Shards
 from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.execution.loss import entropies, readings
-from chunkplan_runtime.execution.step_loss import OfChunks, StepLoss
+from chunkplan_runtime.execution.losses import Distillation, check_loss, find_loss
+from chunkplan_runtime.execution.step_loss import StepLoss
+from chunkplan_runtime.feed.scores import Scores
 from chunkplan_runtime.feed.stream import PlanStream, RankWork, StepWork, open_plan
 from chunkplan_runtime.models.checks import check_config, check_plan, max_positions, plan_stream
 from chunkplan_runtime.models.model import CausalLM, for_chunks
@@ -56,6 +58,8 @@ class Executor:
         self._autocast: Callable[[], AbstractContextManager[object]] = nullcontext
         self._plans: set[str] = set()
         self._num_calls = 0
+        #: Of the loss of the last step, by name.
+        self.metrics: Mapping[str, float] = {}
         self.join(Job())
 
     def join(self, job: Job, sharding: Sharding = "optimizer") -> None:
@@ -116,13 +120,22 @@ class Executor:
         pin_memory = self._model.device.type == "cuda"
         return plan_stream(self._model.config, *open_plan(plan, analysis), pin_memory=pin_memory)
 
-    def step(self, work: StepWork, loss: StepLoss | None = None, *, with_reference: bool = False) -> float:
+    def step(
+        self,
+        work: StepWork,
+        loss: str | StepLoss | Distillation | None = None,
+        *,
+        with_reference: bool = False,
+        reference: Scores | None = None,
+    ) -> float:
         """Run a step forward and backward, all ranks in `work`; adds to `.grad` and returns the loss.
 
-        That is the mean cross-entropy of the step's target tokens, of those ranks the sum of their shares, or in its
-        place `loss` of all target tokens of the step, `with_reference` also of their log-probabilities without the
-        adapters of peft; and the load-balancing loss of routers where there is one. A step without targets teaches
-        nothing: it adds no gradients, and its loss is 0.
+        That is the `loss` that the plan is for, as a rule the mean cross-entropy of the step's target tokens, of those
+        ranks the sum of their shares; one by its name (`chunkplan.config.losses`); or one of your own of all target
+        tokens of the step. With it comes the load-balancing loss of routers where there is one. A loss that needs a
+        reference takes it from `reference`, else from the data, else from the model without the adapters of peft, which
+        `with_reference` asks for if the loss is your own. Then `metrics` has what it says beside its value. A step
+        without targets teaches nothing: it adds no gradients, and its loss is 0.
 
         Raises:
             UsageError: the step is not one for this model, or there would be no gradients, or none to trust. If it
@@ -130,6 +143,8 @@ class Executor:
             DataError: the plan's actions are not in an order that gives exact gradients.
         """
         self._check(work)
+        found = find_loss(work.plan.config.loss if loss is None else loss)
+        check_loss(found, work.plan, None if work.samples is None else work.samples.kind, reference)
         has_gradients = torch.is_grad_enabled()
         if not has_gradients or not any(each.requires_grad for each in self._model.model.parameters()):
             why = "all weights are frozen" if has_gradients else "gradients are switched off around it"
@@ -138,15 +153,13 @@ class Executor:
         if not work.step.num_target_tokens:
             return 0.0
         with self._at_work():
-            value, weights = None, list[OfChunks]()
-            if loss is not None:
-                value, weights = self._steps.weigh(work, loss, with_reference=with_reference)
-            losses = self._steps.run(work, weights=weights)
+            how: Any = {"with_reference": with_reference, "reference": reference}
+            losses, weighed = self._steps.run_by(work, found, **how)
             if self._shards:
                 self._steps.ranks.doing = f"step {work.step.step}, reducing gradients"
                 self._shards.reduce_gradients()
-        if value is None:
-            value = self._sum(rank.loss for rank in losses)
+        value = weighed.value if weighed else self._sum(rank.loss for rank in losses)
+        self.metrics = weighed.metrics if weighed else {}
         of_routers = self._steps.router_loss
         return value if of_routers is None else value + self._sum([of_routers])
 

@@ -7,7 +7,6 @@ last one.
 from __future__ import annotations
 
 import math
-import re
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,6 +25,7 @@ from chunkplan.planfile.analysis import Analysis
 from chunkplan.quantities import counted
 from chunkplan_runtime.distributed.job import Job, refuse_differences
 from chunkplan_runtime.execution.step_loss import Columns, by_sequence, target_columns
+from chunkplan_runtime.feed.scores import ANALYSIS, IDENTITY, SCORES
 from chunkplan_runtime.models.model import read_config
 from chunkplan_runtime.training import setup
 from chunkplan_runtime.training.config import TrainConfig
@@ -38,10 +38,6 @@ FILE_TOKENS = 2_000_000
 
 #: Seconds between two lines of progress.
 _LINE_SECONDS = 10.0
-
-_NAME = re.compile(r"steps-(\d{8})-(\d{8})\.parquet")
-
-_IDENTITY = b"chunkplan.scores"
 
 _SCHEMA = pa.schema(
     {
@@ -135,7 +131,7 @@ def _write(
     }
     totals = np.array([len(ids), log_probs.sum()])
     entry = f"{identity}\n{totals[0]} {totals[1]}".encode()
-    table = pa.table(columns, schema=_SCHEMA.with_metadata({_IDENTITY: entry}))
+    table = pa.table(columns, schema=_SCHEMA.with_metadata({IDENTITY: entry, ANALYSIS: analysis.content_hash}))
     path = folder / f"steps-{first:08d}-{stop - 1:08d}.parquet"
     with writing(path, room_hint="make room, and run it again: it goes on behind the last file"):
         temporary = path.with_suffix(".tmp")
@@ -148,13 +144,13 @@ def _found(folder: Path, identity: str) -> tuple[int, np.ndarray[Any, np.dtype[n
     """The step behind those that the files of a folder have, and the sums of their target tokens."""
     step, totals = 0, np.zeros(2)
     for path in sorted(folder.iterdir()):
-        match = _NAME.fullmatch(path.name)
+        match = SCORES.fullmatch(path.name)
         if path.suffix == ".tmp":
             continue
         if match is None:
             raise UsageError(f"{folder} has other files than scores: {path.name}", hint="give another --output")
         try:
-            entry = (pq.read_schema(path).metadata or {}).get(_IDENTITY, b"").decode()
+            entry = (pq.read_schema(path).metadata or {}).get(IDENTITY, b"").decode()
         except pa.ArrowInvalid as error:
             raise DataError(f"not Parquet: {error}", where=str(path), hint="remove it, and run this again") from error
         found, _, sums = entry.partition("\n")

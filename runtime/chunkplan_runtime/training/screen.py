@@ -212,7 +212,7 @@ def describe_run(
 def _learning_words(config: TrainConfig, num_steps: int) -> str:
     """The optimizer and its learning rate over the run, in one line."""
     rate, warmup = config.highest_lr, config.num_warmup(num_steps)
-    words = [f"by {config.loss}"] if config.loss else []
+    words = [f"by {config.loss}"] if config.loss not in (None, "sft") else []
     words += [f"{config.optimizer}, learning rate {rate:g}"]
     words += [f"after {counted(warmup, 'step')} of warm-up"] if warmup else []
     words += [config.lr_schedule + ("" if config.lr_schedule == "constant" else f" to {rate * config.min_lr:g}")]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TypeVar, cast
@@ -19,7 +19,9 @@ from chunkplan_runtime.distributed.job import Job, clip, gradient_norm, tied_wei
 from chunkplan_runtime.distributed.sharding import Shards
 from chunkplan_runtime.execution.executor import ActionClock, Around, RankExecutor, no_collectives
 from chunkplan_runtime.execution.loss import RankLoss, SequenceLoss, cross_entropy, entropies
-from chunkplan_runtime.execution.step_loss import OfChunks, StepLoss, load_loss, step_weights
+from chunkplan_runtime.execution.losses import Distillation, Found
+from chunkplan_runtime.execution.step_loss import AtTokens, OfChunks, StepLoss, Weighed, step_weights
+from chunkplan_runtime.feed.scores import Scores
 from chunkplan_runtime.feed.stream import PlanStream, StepWork
 from chunkplan_runtime.models.model import CausalLM
 from chunkplan_runtime.models.parts import without_adapters
@@ -38,7 +40,7 @@ class Gradients:
 
     `loss`: the mean of a target token, or that of `--loss`, without the load-balancing loss of routers, which is
     `router_loss` with its weight. `norm`: of all gradients, before clipping. `spent`: the seconds of each process, in
-    their order. `times`: of this process, action by action.
+    their order. `times`: of this process, action by action. `metrics`: of the loss, by name.
     """
 
     loss: float
@@ -47,6 +49,7 @@ class Gradients:
     spent: list[Spent]
     times: StepTimeline
     router_loss: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def is_finite(self) -> bool:
@@ -71,10 +74,12 @@ class StepExecutor:
         work: StepWork,
         timed: Callable[[int], Around] = lambda dp_rank: nullcontext,
         weights: Sequence[OfChunks | None] = (),
+        loss: Distillation | None = None,
     ) -> list[RankLoss]:
         """Add the gradients of a step; `timed` gives what is entered around each action of a data-parallel rank.
 
-        `weights`: those of each rank in another loss than the mean over target tokens, see `weigh`.
+        `weights`: those of each rank in another loss than the mean over target tokens, see `weigh`; `loss`: of which
+        that mean is, in place of cross-entropy.
         """
         shards, losses = self._shards, []
         if shards:
@@ -88,9 +93,33 @@ class StepExecutor:
                 around = shards.around(around)
                 reduce = shards.reduce_in_backward if rank is work.last else None
             num_target_tokens = work.step.num_target_tokens
-            losses.append(self.ranks.run(rank, num_target_tokens, around, reduce, collectives, of_rank))
+            how = (loss.of_chunks(rank),) if loss else ()
+            losses.append(self.ranks.run(rank, num_target_tokens, around, reduce, collectives, of_rank, *how))
         collectives(None)
         return losses
+
+    def run_by(
+        self,
+        work: StepWork,
+        loss: Found,
+        timed: Callable[[int], Around] = lambda dp_rank: nullcontext,
+        *,
+        with_reference: bool = False,
+        reference: Scores | None = None,
+    ) -> tuple[list[RankLoss], Weighed | None]:
+        """Add the gradients of a step by `loss`, None: cross-entropy; see `run` and `weigh`.
+
+        A reference that the loss needs, and neither `reference` nor the data gives, is the model without its adapters.
+        """
+        if loss is None or isinstance(loss, Distillation):
+            return self.run(work, timed, loss=loss), None
+        if not work.step.num_target_tokens:
+            return self.run(work, timed), None
+        is_given = reference is not None or (work.samples is not None and "reference" in work.samples.of_tokens)
+        without = with_reference or (loss.needs_reference and not is_given)
+        at_tokens = None if reference is None else reference.at_tokens
+        weighed = self.weigh(work, loss.call, with_reference=without, reference=at_tokens)
+        return self.run(work, timed, weighed.weights), weighed
 
     def score(self, work: StepWork) -> list[OfChunks]:
         """The cross-entropies of tokens by forwards alone, by rank and chunk; none before the last stage."""
@@ -101,8 +130,13 @@ class StepExecutor:
         if self._shards:
             self._shards.free()
 
-    def weigh(self, work: StepWork, loss: StepLoss, *, with_reference: bool = False) -> tuple[float, list[OfChunks]]:
-        """The value of a loss of the whole step, and the weights of each rank for `run`; see `step_weights`."""
+    def weigh(
+        self, work: StepWork, loss: StepLoss, *, with_reference: bool = False, reference: AtTokens | None = None
+    ) -> Weighed:
+        """The value of a loss of the whole step, and the weights of each rank for `run`; see `step_weights`.
+
+        `with_reference`: log-probabilities of the model without its adapters are made. `reference` gives others.
+        """
         run = partial(self.ranks.token_losses, what="log-probabilities")
         losses = self._run_forwards(work, partial(run, loss=entropies))
         if with_reference:
@@ -112,7 +146,8 @@ class StepExecutor:
                 {chunk_id: torch.column_stack([of_rank[chunk_id], of_other[chunk_id]]) for chunk_id in of_rank}
                 for of_rank, of_other in zip(losses, others, strict=True)
             ]
-        return step_weights(loss, work.ranks, losses, self._job.all_gather_object, self._job.layout.process)
+        gather, process = self._job.all_gather_object, self._job.layout.process
+        return step_weights(loss, work.ranks, losses, gather, process, work.samples, reference)
 
     def evaluate(self, work: StepWork) -> list[RankLoss]:
         """The losses of a step by forwards alone."""
@@ -155,7 +190,16 @@ def make_executor(
 class TrainStep:
     """An optimizer step of a model, or of this process's stage of it; on several processes all do the same calls."""
 
-    def __init__(self, model: CausalLM, config: TrainConfig, num_steps: int, job: Job) -> None:
+    def __init__(
+        self,
+        model: CausalLM,
+        config: TrainConfig,
+        num_steps: int,
+        job: Job,
+        loss: Found = None,
+        reference: Scores | None = None,
+    ) -> None:
+        """`loss`: of steps, None: cross-entropy; `reference`: scores of a reference model that it needs."""
         master_weights = config.precision == "bf16"
         scope = router_loss_scope(model.config, config.router_loss, str(config.model or config.model_config))
         self._steps, shards = make_executor(model, config, job, master_weights=master_weights, router_loss=scope)
@@ -166,7 +210,7 @@ class TrainStep:
         # Sharded weights are fp32 master weights themselves.
         self._weights = TrainedWeights(model.model, master_weights=master_weights and shards is None)
         self._tied = tied_weight(self.model, job.groups)
-        self._loss = load_loss(config.loss) if config.loss else None
+        self._loss, self._reference = loss, reference
         self.optimizer = make_optimizer(self._weights.tensors, config)
 
     def compute_gradients(self, work: StepWork) -> Gradients:
@@ -176,10 +220,7 @@ class TrainStep:
             self.executor.doing = f"{step}, waiting for all processes to begin it"
             job.barrier()
             clock.start(work.step.step)
-            value, derivatives = None, list[OfChunks]()
-            if self._loss and work.step.num_target_tokens:
-                value, derivatives = self._steps.weigh(work, self._loss)
-            rank_losses = self._steps.run(work, clock.around, derivatives)
+            rank_losses, weighed = self._steps.run_by(work, self._loss, clock.around, reference=self._reference)
             self.executor.doing = f"{step}, reducing gradients"
             with clock.reducing():
                 if self._shards:
@@ -193,12 +234,13 @@ class TrainStep:
         losses = [rank for ranks, *_ in gathered for rank in ranks]
         router_losses = [value for *_, value in gathered if value is not None]
         return Gradients(
-            loss=sum(rank.loss for rank in losses) if value is None else value,
+            loss=sum(rank.loss for rank in losses) if weighed is None else weighed.value,
             norm=norm.item(),
             sequences=add_up([sequence for rank in losses for sequence in rank.sequences]),
             spent=[spent for _, spent, _ in gathered],
             times=times,
             router_loss=sum(router_losses) if router_losses else None,
+            metrics=weighed.metrics if weighed else {},
         )
 
     def update(self, step: PlanStep) -> float:

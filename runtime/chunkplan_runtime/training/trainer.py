@@ -17,12 +17,14 @@ import torch
 from transformers import TrainerCallback
 from transformers.utils.logging import disable_progress_bar
 
+from chunkplan.config.losses import LOSSES
 from chunkplan.cost.model import CostModel
 from chunkplan.errors import ChunkplanError, UsageError
 from chunkplan.options import options_of
 from chunkplan.planfile.likeness import samples_of
 from chunkplan_runtime.distributed.job import Job, refuse_differences
-from chunkplan_runtime.execution.step_loss import load_loss
+from chunkplan_runtime.execution.losses import check_loss, find_loss
+from chunkplan_runtime.feed.scores import Scores
 from chunkplan_runtime.feed.stream import StepWork
 from chunkplan_runtime.models.model import read_config
 from chunkplan_runtime.training import checkpoint as checkpoints
@@ -75,8 +77,8 @@ class TrainingRun:
 
     def __init__(self, config: TrainConfig, folder: RunFolder, job: Job, callbacks: Sequence[TrainerCallback]) -> None:
         """Open data and model, compare them with those of the other processes, and go to the last checkpoint."""
-        if config.loss:
-            load_loss(config.loss)  # refused now if it is none
+        if config.loss not in (None, "own"):
+            find_loss(config.loss, config.loss_options or ())  # refused now if it is none
         model_config = read_config(config.model or config.model_config or "", router_loss=True)
         self.data = data = setup.open_data(config, model_config, job.layout)
         self.tokenizer = final.find_tokenizer(config)
@@ -84,6 +86,11 @@ class TrainingRun:
         self.config = config = _resolve(config, data, self.tokenizer, job)
         self.stream, self.num_steps = data.stream(data.plan), data.num_steps(config)
         self.fixed = {**samples_of(data.plan.manifest), **_config_identity(data), **fixed_options(config)}
+        reference = None if config.reference is None else Scores(config.reference)
+        self.fixed["reference scores"] = reference and reference.identity
+        loss = find_loss(config.loss or "sft", config.loss_options or ())
+        has_reference = bool(config.lora_rank) or "reference_log_probs" in data.analysis.token_columns
+        check_loss(loss, data.plan, data.analysis.samples, reference, has_reference=has_reference)
         hashes = {"plan": data.plan.content_hash, "evaluation plan": data.evaluation and data.evaluation.content_hash}
         refuse_differences(job.all_gather_object({**hashes, **self.fixed, **shared_options(config)}))
         earlier = checkpoints.find_resume_point(folder, config, data, job)
@@ -103,7 +110,7 @@ class TrainingRun:
         self.comparison = compare(config, data, job)
         description = describe_run(config, data, model, self.num_steps, self.tokenizer, self.comparison, job)
         self.description = description + tokens_note
-        self.train_step = TrainStep(model.own, config, self.num_steps, job)
+        self.train_step = TrainStep(model.own, config, self.num_steps, job, loss, reference)
         self.start, losses = 0, []
         if earlier is not None:
             self.start, losses = earlier.state["step"], earlier.state["losses"]
@@ -256,6 +263,8 @@ class TrainingRun:
             "wait_seconds": waited,
             "spike": metrics.describe_worst(gradients.sequences, analysis) if spike else [],
         }
+        if gradients.metrics:
+            row["loss_metrics"] = gradients.metrics
         if gradients.router_loss is not None:
             row["router_loss"] = gradients.router_loss
         if self.job.groups is not None:
@@ -315,7 +324,7 @@ class TrainingRun:
         return ChunkplanError(
             f"not finite: {what}",
             where=where,
-            hint=(f"look at {self.config.loss}, " if self.config.loss else "")
+            hint=(f"look at {self.config.loss}, " if self.config.loss not in (None, *LOSSES) else "")
             + "try a smaller --lr, --max-grad-norm 1 or --precision fp32 in a new run, or leave these sequences out; "
             + self.folder.how_to_resume(),
         )
@@ -336,6 +345,8 @@ def _resolve(config: TrainConfig, data: setup.TrainingData, tokenizer: list[Path
         found["load_in_4bit"] = False
     if "sharding" in found and (job.layout.dp == 1 or found["sharding"] == "none"):
         found["sharding"] = "optimizer"
+    if config.loss is None and data.plan.config.loss != "sft":
+        found["loss"] = data.plan.config.loss
     found |= {"analysis": data.analysis.path, "eval_plan": data.evaluation and data.evaluation.path}
     resolved = replace(config, **found, tokenizer=str(tokenizer[0].parent) if tokenizer else None)
     resolved = replace(resolved, lr=resolved.highest_lr)
