@@ -181,7 +181,7 @@ class Distillation:
         return torch.where((labels != NO_TARGET).to(weights.device), (shares * entropies).sum(1), 0.0), gradient
 
     def _ask(self, span: Span, vocab_size: int) -> tuple[Tensor, Tensor]:
-        """What the teacher says of the tokens that a part of a sequence predicts; nothing follows the last of all."""
+        """Ask the teacher of the tokens that a part of a sequence predicts; nothing follows the last of all."""
         start, stop = span.start + 1, min(span.stop + 1, span.length)
         ids, log_probs = (torch.as_tensor(each) for each in self.teacher(span.sequence_id, start, stop))
         rows = stop - start

@@ -149,7 +149,7 @@ def step_weights(
 
 
 def _readers(samples: StepSamples | None, reference: AtTokens | None) -> dict[str, AtTokens]:
-    """By its name in `TargetTokens`, what gives each column of numbers of this process's target tokens."""
+    """Functions that give numbers of this process's target tokens, by their names in `TargetTokens`."""
     found = dict[str, AtTokens]()
     if samples is not None:
         if samples.cut is not None:

@@ -1,4 +1,4 @@
-"""What samples have beside their tokens: labels, rewards and advantages of sequences, and numbers of their tokens.
+"""Numbers that samples have beside their tokens: labels, rewards and advantages of sequences, and some of tokens.
 
 The reader of steps takes it from the analysis; of a step with other tokens it can be made from arrays.
 """
