@@ -23,6 +23,7 @@ from chunkplan.files.folder import EXPORT, refuse_other_content, replace_folder
 from chunkplan.files.json_file import write_json
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.load import is_analysis, load_analysis, load_plan, load_same_analysis
+from chunkplan.planfile.samples import refuse_samples
 from chunkplan.quantities import short_repr
 from chunkplan.version import __version__
 
@@ -97,6 +98,7 @@ def open_source(
             hint="leave them out: the rows of a plan are its chunks; or give the ANALYSIS",
         )
     found = load_same_analysis(plan, analysis)
+    refuse_samples(found, "an export")
     rows = plan_rows(plan, found)
     return ExportSource(
         path=path,
@@ -111,6 +113,7 @@ def open_source(
 
 
 def _open_analysis(analysis: Analysis, chunk_size: int | None, packing: str, multiple: int = 1) -> ExportSource:
+    refuse_samples(analysis, "an export")
     if chunk_size is None:
         raise UsageError(
             "--chunk-size is missing, the most tokens in a row",

@@ -245,7 +245,9 @@ class _Task:
             bad = [one for one in self._rejected if not _may_be_rejected(self._options, {one.reason})]
             for number, reason, message, hint in bad[:1]:
                 if is_source and not self._result.num_sequences:  # to leave such records out leaves nothing
-                    raise RecordError(message, reason=reason, hint=HINTS_OF_ALL.get(reason, hint), number=number)
+                    is_whole = reason == "too-long" and self._options.long == "truncate"  # what is not to be cut
+                    of_all = hint if is_whole else HINTS_OF_ALL.get(reason, hint)
+                    raise RecordError(message, reason=reason, hint=of_all, number=number)
                 found = f"{len({one.number for one in bad}):,} of the {self._result.num_records:,} read here"
                 hint = f"{hint}; --on-error skip counts such records and goes on ({found})"
                 raise RecordError(message, reason=reason, hint=hint, number=number)

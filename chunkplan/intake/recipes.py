@@ -31,6 +31,7 @@ _PLACES = ("hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_n
 
 #: Columns and tags of LLaMA-Factory -> the roles that they have here.
 _ALPACA = {"prompt": "instruction", "query": "input", "response": "output", "system": "system", "history": "history"}
+_RANKED = {"instruction": "prompt", "conversations": "prompt"}  # of pairs
 _SHAREGPT = {"messages": "conversations", "system": "system", "tools": "tools"}
 _TAGS = {"role_tag": "role", "content_tag": "content", "user_tag": "role.user", "assistant_tag": "role.assistant"}
 _TAGS |= {"observation_tag": "role.tool", "function_tag": "role.function_call", "system_tag": "role.system"}
@@ -38,6 +39,10 @@ _TAGS |= {"observation_tag": "role.tool", "function_tag": "role.function_call", 
 #: Fields of axolotl's entries -> roles, by the schema of their type; what is read of entries beside these.
 _AXOLOTL = {
     "chat_template": ("messages", {"field_messages": "messages", "field_tools": "tools"}),
+    "chat_template.default": (
+        "preference",
+        {"field_messages": "prompt", "field_chosen": "chosen", "field_rejected": "rejected"},
+    ),
     "sharegpt": ("conversations", {"field_messages": "conversations"}),
     "alpaca": ("instruction", {}),
     "completion": ("text", {"field": "text"}),
@@ -45,7 +50,9 @@ _AXOLOTL = {
 _FIELDS = {f"field_{role}": role for role in ("instruction", "input", "output", "system")}
 
 #: Keys that ask for what is not done here -> another way, and what is trained without the key.
-_PAIRS = "preference pairs are not trained here; without the key the `response` is trained as it is"
+_PAIRS = "pairs are read where `ranking` is true, and their prompts are under another key than `prompt`"
+#: Of axolotl's `rl`, what is learnt from pairs.
+_OF_PAIRS = ("dpo", "ipo", "orpo", "simpo")
 _MARKED = 'no option does it, but `"loss": true` in a message of the data; without that the assistant alone is trained'
 _PROMPT = "give a template that writes it with --chat-template FILE; without the key the prompt is the chat template's"
 _PART = "without the key all records are read, of which `chunkplan build --mix FILE=0.1` takes a tenth in each epoch"
@@ -55,7 +62,7 @@ _WAYS = {
     **dict.fromkeys(("num_samples", "shards", "split", "folder"), _PART),
     **dict.fromkeys(("format", "no_input_format", "system_prompt", "system_format", "chat_template"), _PROMPT),
     **dict.fromkeys(("train_on_inputs", "roles_to_train", "message_field_training"), _MARKED),
-    "rl": "only supervised training is planned; without the key the data are trained so, and preference pairs refused",
+    "rl": f"it may be {', '.join(_OF_PAIRS)}; without the key the layout of the records says how they are trained",
     "tools": "write the records as sharegpt; without the key the prompts have no tools",
     "pretraining_dataset": "name it in `datasets`, with `type: completion`; without the key it is not trained",
     "type": f"it may be {', '.join(_AXOLOTL)} or fields; without the key the layout of the records is detected",
@@ -195,7 +202,7 @@ def _add_llama_factory(found: Declared, path: Path, entries: dict[str, JsonObjec
 
 def _of_llama_factory(path: Path, entry: _Entry) -> tuple[str, str, dict[str, str]]:
     """The data of an entry, their schema, and the key of each role."""
-    entry.only(*_PLACES, "formatting", "columns", "tags", "subset", "split")
+    entry.only(*_PLACES, "formatting", "columns", "tags", "subset", "split", ranking=(True,))
     values = entry.values
     kind, columns, tags = values.get("formatting", "alpaca"), values.get("columns") or {}, values.get("tags") or {}
     place = next((key for key in _PLACES if values.get(key)), "file_name")
@@ -203,12 +210,19 @@ def _of_llama_factory(path: Path, entry: _Entry) -> tuple[str, str, dict[str, st
         entry.refuse(place, values[place])
     if kind not in ("alpaca", "sharegpt", "openai"):
         entry.refuse("formatting", kind)
-    roles = {**(_ALPACA if kind == "alpaca" else _SHAREGPT), "kto_tag": "label"}
+    roles, is_ranked = {**(_ALPACA if kind == "alpaca" else _SHAREGPT), "kto_tag": "label"}, bool(values.get("ranking"))
+    if is_ranked:
+        roles = {key: _RANKED.get(role, role) for key, role in roles.items() if role not in ("output", "label")}
+        roles |= {"chosen": "chosen", "rejected": "rejected"}
     _Entry(f"{entry.place}: columns", columns, entry.rest).only(*roles)
     _Entry(f"{entry.place}: tags", tags, entry.rest).only(*_TAGS)
     said = {roles[key]: column for key, column in columns.items() if column}
     schema = "instruction" if kind == "alpaca" else "conversations"
-    if kind == "alpaca" and columns and "output" not in said:  # for pretraining
+    if is_ranked:
+        schema, said = "preference", {"prompt": schema, **said}
+        if kind == "alpaca" and said["prompt"] == "prompt":  # where texts are joined without a template
+            entry.refuse("ranking", True)
+    elif kind == "alpaca" and columns and "output" not in said:  # for pretraining
         schema, said = "text", {"text": said.get("instruction", "instruction")}
     said |= {role: tag for role, tag in ((_TAGS[key], tag) for key, tag in tags.items()) if _is_new(role, tag)}
     if place == "file_name":
@@ -230,7 +244,7 @@ def _on_hub(name: str, config: str | None, split: str | None) -> str:
 
 def _add_axolotl(found: Declared, path: Path, config: JsonObject) -> None:
     whole = _Entry(str(path), {key: config.get(key) for key in ("pretraining_dataset", "rl", "train_on_inputs")})
-    whole.only()
+    whole.only(rl=_OF_PAIRS)
     for part, paths in (("datasets", found.paths), ("test_datasets", found.evaluation)):
         for number, values in enumerate(config.get(part) or ()):
             entry = _Entry(f"{path}: {part}[{number}]", values)

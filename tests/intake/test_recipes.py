@@ -133,8 +133,8 @@ def test_a_file_of_an_unknown_suffix_is_of_the_kind_that_the_entry_says() -> Non
 @pytest.mark.parametrize(
     ("entry", "key", "lost"),
     [
-        ({"ranking": True}, "`ranking` is true", "preference pairs are not trained here"),
-        ({"columns": {"chosen": "a", "rejected": "b"}}, "`chosen` is", "preference pairs are not trained here"),
+        ({"ranking": True, "columns": {"prompt": "prompt"}}, "`ranking` is true", "under another key than `prompt`"),
+        ({"columns": {"chosen": "a", "rejected": "b"}}, "`chosen` is", "pairs are read where `ranking` is true"),
         ({"num_samples": 500}, "`num_samples` is 500", "all records are read, of which `chunkplan build --mix"),
         ({"folder": "x"}, "`folder` is", "without the key all records are read"),
         ({"formatting": "pairs"}, "`formatting` is", "if the same is to be trained without it"),
@@ -185,7 +185,7 @@ def test_what_llama_factory_is_asked_for_and_is_not_done_here_is_named(
             "type: `format` is",
             "without the key the prompt is the chat template's",
         ),
-        ({}, {"rl": "dpo"}, "`rl` is", "only supervised training is planned"),
+        ({}, {"rl": "kto"}, "`rl` is", "it may be dpo, ipo, orpo, simpo"),
         ({}, {"train_on_inputs": True}, "`train_on_inputs` is true", "without that the assistant alone is trained"),
         ({}, {"pretraining_dataset": "b"}, "`pretraining_dataset` is", "without the key it is not trained"),
         ({}, {"pretraining_dataset": "b", "datasets": None}, "`pretraining_dataset` is", "name it in `datasets`"),
@@ -204,7 +204,7 @@ def test_what_axolotl_is_asked_for_and_is_not_done_here_is_named(
 def test_without_names_entries_that_cannot_be_read_are_no_end_where_others_can_be() -> None:
     """The hint names those whose files are here, which are read when it is pasted; others are not looked for."""
     _write_llama_factory(
-        pairs={"file_name": "a.jsonl", "ranking": True},
+        some={"file_name": "a.jsonl", "num_samples": 5},
         far={"hf_hub_url": "nobody/nothing"},
         none={"file_name": "none.jsonl"},
         one={"file_name": "a.jsonl"},
@@ -213,7 +213,7 @@ def test_without_names_entries_that_cannot_be_read_are_no_end_where_others_can_b
     )
     for name in ("a", "b"):
         write_lines(Path(f"data/{name}.jsonl"), [_ALPACA])
-    with pytest.raises(UsageError, match=r"pairs: `ranking` is true.*\(3 of 6 entries cannot be read\)") as caught:
+    with pytest.raises(UsageError, match=r"some: `num_samples` is 5.*\(3 of 6 entries cannot be read\)") as caught:
         analyze("data/dataset_info.json", "out")
     pasted = caught.value.hint.rpartition(": ")[2]
     assert pasted == "data/dataset_info.json:one,two"

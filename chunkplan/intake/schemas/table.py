@@ -251,23 +251,30 @@ def _parse_prompt(record: JsonObject, columns: dict[str, str]) -> PromptRecord |
         reads_all = {*columns.values(), system}.issuperset(keys_of_content([record]))
         hint = f"{flags} reads all three as a conversation" if reads_all else "write the record as `messages`"
         _refuse_beside_prompt(system, hint)
+    _refuse_tools(record, columns)
+    return PromptRecord(prompt, completion)
+
+
+def _refuse_tools(record: JsonObject, columns: dict[str, str]) -> None:
+    """Raise RecordError where `record` has tools beside a prompt that is a text."""
     if _tools(record, columns):
         key = next(columns[role] for role in ("tools", "functions") if record.get(columns[role]))
         _refuse_beside_prompt(key, "write the record as `messages`")
-    return PromptRecord(prompt, completion)
 
 
 def _parse_preference(record: JsonObject, columns: dict[str, str]) -> Pair:
     """The pair of `chosen` and `rejected`, each behind the prompt, which may be what both begin with.
 
-    Texts and lists of messages are read as in a prompt with its completion, and texts behind a `question` or an
-    `instruction` as a question with its answer.
+    Texts and lists of messages are read as in a prompt with its completion, and texts behind a text under another key
+    than `prompt` as a question with its answer.
     """
     keys = SCHEMAS["preference"].keys_of(record, columns)
     names = keys["chosen"], keys["rejected"]
     prompt, answers = split_pair(record, keys["prompt"], names)
     addition = optional_text(record, keys["input"])
-    if isinstance(prompt, str) and keys["prompt"] in ("question", "instruction"):
+    is_asked = keys["prompt"] != "prompt" and record.get(keys["prompt"])
+    if is_asked and isinstance(prompt, str) and isinstance(answers[0], str):
+        _refuse_tools(record, keys)
         asked = prompt if addition is None else f"{prompt}\n{addition}"
         system = optional_text(record, system_key(record, keys))
         _refuse_history(record, keys)

@@ -29,6 +29,7 @@ from chunkplan.options import in_words
 from chunkplan.planfile.likeness import how_to_build_like, samples_of
 from chunkplan.planfile.load import load_plan, load_same_analysis
 from chunkplan.planfile.plan import Plan
+from chunkplan.planfile.samples import refuse_samples
 from chunkplan_runtime.feed.stream import broken_plan
 from chunkplan_runtime.training.checkpoint import PlanIdentity, checkpoint_of_plan
 
@@ -69,11 +70,13 @@ class StepSampler(BatchSampler, _TakenAsItIs):  # type: ignore[misc]
 def with_plan(trainer: type[Trainer], plan: str | Path, *, analysis: str | Path | None = None) -> type[Any]:
     """A subclass of a `Trainer` class that trains the steps of a plan of `chunkplan build --micro-batches N`.
 
-    `analysis`: where the plan's analysis is, if it has moved. Raises UsageError of no plan, DataError of a damaged one;
-    and when training begins, of settings that are not the plan's, and of rows, whose lengths alone are compared.
+    `analysis`: where the plan's analysis is, if it has moved. Raises UsageError of no plan, or one of pairs, labels or
+    rollouts, DataError of a damaged one; and when training begins, of settings that are not the plan's, and of rows,
+    whose lengths alone are compared.
     """
     opened = load_plan(plan)
     found = load_same_analysis(opened, analysis, option="analysis=")
+    refuse_samples(found, "with_plan")
     num_steps = opened.manifest["totals"]["num_steps"] // opened.manifest["epochs"]
 
     def sampler(trained: Trainer, lengths: Int64Array) -> StepSampler:
