@@ -27,7 +27,7 @@ CACHE_TAG = "CACHEDIR.TAG"
 #: such as a run's weights, is never replaced.
 _CONTENTS = {
     "analysis": r"manifest\.json|sequences\.parquet|rejected\.jsonl|tokens/(part-\d+\.arrow)?",
-    "plan": r"manifest\.json|(steps|chunks|schedule)\.parquet",
+    "plan": r"manifest\.json|(steps|chunks|schedule|prefixes)\.parquet",
     "shard": r"manifest\.json|pieces/(\w+/((lengths|tokens)\.arrow|digests\.bin|rejected\.jsonl)?)?",
     # `datasets` caches what it makes of a dataset beside it.
     "export": r"export\.json|data-\d+-of-\d+\.(arrow|jsonl|idx\.parquet)|(state|dataset_info)\.json|cache-.+\.arrow"

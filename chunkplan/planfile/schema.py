@@ -112,11 +112,11 @@ SLOTS = pa.schema([*SCHEDULE, *_schema(slots=_list(pa.int32()))])
 
 def plan_schemas(config: Mapping[str, Any]) -> dict[str, pa.Schema]:
     """The columns of each file of a plan by its name; `config`: the entry of its manifest."""
-    schedule = SLOTS if config["dp"] > 1 else SCHEDULE
+    steps, schedule = LOSS_STEPS if "loss" in config else STEPS, SLOTS if config["dp"] > 1 else SCHEDULE
     if config.get("share_prefixes", False):
-        return {"steps": STEPS, "chunks": TREE_CHUNKS, "schedule": schedule, "prefixes": PREFIXES}
+        return {"steps": steps, "chunks": TREE_CHUNKS, "schedule": schedule, "prefixes": PREFIXES}
     return {
-        "steps": LOSS_STEPS if "loss" in config else STEPS,
+        "steps": steps,
         "chunks": CHUNKS if config.get("cp", "off") == "off" else SHARED_CHUNKS,
         "schedule": schedule,
     }

@@ -177,9 +177,10 @@ def _stages(config: PlanConfig, num_layers: int) -> list[str]:
 
 
 def _steps(summary: PlanSummary, config: PlanConfig) -> str:
-    words = f"{summary.num_steps:,} of {counted(min(summary.global_batch, summary.num_sequences), 'sequence')}"
-    if summary.num_steps > 1 and summary.num_steps * summary.global_batch != summary.num_sequences:
-        words += "; the last of an epoch has fewer" if config.loss == "sft" else "; some have fewer"
+    up_to = "up to " if config.loss != "sft" and summary.num_steps > 1 else ""  # groups come whole
+    words = f"{summary.num_steps:,} of {up_to}{counted(min(summary.global_batch, summary.num_sequences), 'sequence')}"
+    if not up_to and summary.num_steps > 1 and summary.num_steps * summary.global_batch != summary.num_sequences:
+        words += "; the last of an epoch has fewer"
     if summary.num_dropped_sequences:
         words += f"; {counted(summary.num_dropped_sequences, 'sequence')} of short last batches dropped"
     return words

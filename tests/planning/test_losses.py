@@ -20,7 +20,7 @@ from chunkplan.tuning.options import LADDER, TuneOptions
 from chunkplan.tuning.sampling import sample_steps
 from chunkplan.tuning.trial import try_out
 from chunkplan.tuning.tune import tune
-from tests.support.analyses import write_groups
+from tests.support.analyses import write_analysis, write_groups
 
 LENGTHS = [900, 30, 4000, 77, 2500, 1000, 640, 3000, 50, 8000, 1200, 333]
 WAYS: dict[str, dict[str, Any]] = {
@@ -125,6 +125,18 @@ def test_what_is_tuned_counts_the_forwards_and_its_bound_does_too(layout: dict[s
     assert plain.extra_ns == 0 < found.extra_ns
     assert np.isclose(found.step_ns, plain.step_ns + found.extra_ns)
     assert (plain.peaks == found.peaks).all()
+
+
+def test_tokens_that_sequences_share_go_forward_once_for_a_loss_too(tmp_path: Path) -> None:
+    prompt, folder = np.arange(2000) % 50, tmp_path / "analysis"
+    write_analysis(folder, [(np.append(prompt, np.full(100, answer)), np.arange(2100) >= 2000) for answer in range(8)])
+    how: dict[str, Any] = {"chunk_size": 1024, "k": 1, "global_batch": 8, "loss": "own"}
+    apart, together = (
+        build(folder, tmp_path / f"plan-{shared}", PlanConfig(**how, share_prefixes=shared)) for shared in (False, True)
+    )
+    [one], [other] = apart.iter_steps(), together.iter_steps()
+    assert 0 < 3 * other.extra_forward_us < one.extra_forward_us
+    assert other.lower_bound_us <= other.predicted_us
 
 
 def test_ways_of_today_run_the_same_loss_as_the_plan(tmp_path: Path) -> None:
