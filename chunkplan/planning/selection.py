@@ -225,11 +225,11 @@ def describe_selection(analysis: Analysis, config: PlanConfig) -> Selection:
 
 def _is_trained(analysis: Analysis, holdout: float | int | None) -> BoolArray:
     """True for sequences that may be trained: neither held out nor equal to one to evaluate on."""
-    is_trained: BoolArray = ~_whole(analysis, _held_out(analysis, holdout) | analysis.is_evaluated_elsewhere)
+    is_trained: BoolArray = ~whole_groups(analysis, _held_out(analysis, holdout) | analysis.is_evaluated_elsewhere)
     return is_trained
 
 
-def _whole(analysis: Analysis, chosen: BoolArray) -> BoolArray:
+def whole_groups(analysis: Analysis, chosen: BoolArray) -> BoolArray:
     """All that is chosen, and the other sequences of its groups."""
     if analysis.group is None:
         return chosen
@@ -240,7 +240,7 @@ def _whole(analysis: Analysis, chosen: BoolArray) -> BoolArray:
 
 def _held_out(analysis: Analysis, holdout: float | int | None) -> BoolArray:
     if holdout is None:
-        return _whole(analysis, analysis.is_evaluation)
+        return whole_groups(analysis, analysis.is_evaluation)
     keys = analysis.content_keys if analysis.group is None else analysis.content_keys[analysis.group]
     if isinstance(holdout, float):
         return keys < np.uint64(math.ceil(Fraction(str(holdout)) * 2**64))

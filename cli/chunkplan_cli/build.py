@@ -251,6 +251,7 @@ def _say_what_was_written(
 ) -> None:
     from chunkplan.building import is_evaluation
     from chunkplan.planfile.load import evaluation_folder
+    from chunkplan.planning.selection import whole_groups
 
     described = plans[target].manifest["analysis"]
     if not described["exact"]:
@@ -261,9 +262,10 @@ def _say_what_was_written(
     if evaluation in plans:
         held_out = plans[target].manifest["selection"]["num_held_out"]
         note(f"plan of the {held_out:,} sequences held out in {evaluation}")
-    if num_elsewhere := int(analysis.is_evaluated_elsewhere.sum()):
+    if num_elsewhere := int(whole_groups(analysis, analysis.is_evaluated_elsewhere).sum()):
         verbs = ("has", "is") if num_elsewhere == 1 else ("have", "are")
-        note(f"{num_elsewhere:,} more {verbs[0]} the tokens of one of these, and {verbs[1]} in neither plan")
+        kept = ", or come with one that has," if analysis.group is not None else ","
+        note(f"{num_elsewhere:,} more {verbs[0]} the tokens of one of these{kept} and {verbs[1]} in neither plan")
     if dry_run:
         note("dry run: nothing was written")
         return
