@@ -19,7 +19,7 @@ Sample = tuple[Any, Any]
 def random_samples(
     chance: random.Random, levels: int, branches: int, shortest: int = 2, longest: int = 9
 ) -> list[Sample]:
-    """The leaves of a tree of some levels, each of up to so many branches, in preorder of it; each adds some tokens."""
+    """The leaves of a tree of some levels, each of up to so many branches, in preorder of it, and two at its root."""
     sizes = np.random.default_rng(chance.randrange(2**32))
 
     def grow(ids: list[int], target: list[bool], level: int) -> list[tuple[list[int], list[bool]]]:
@@ -28,7 +28,7 @@ def random_samples(
         target = target + (sizes.random(length) < 0.6).tolist()
         if level == levels:
             return [(ids, target)]
-        return [leaf for _ in range(chance.randint(1, branches)) for leaf in grow(ids, target, level + 1)]
+        return [leaf for _ in range(chance.randint(1 + (not level), branches)) for leaf in grow(ids, target, level + 1)]
 
     leaves = sorted(grow([], [], 0))
     return [(np.array(ids), np.array([False, *target[1:]])) for ids, target in leaves]
@@ -129,11 +129,13 @@ def _tokens_before(piece: Piece, prefixes: dict[int, tuple[int, int]]) -> list[t
     return found
 
 
-def random_tree_plan(chance: random.Random, handmade_plan: HandmadePlan) -> tuple[Path, Path]:
+def random_tree_plan(
+    chance: random.Random, handmade_plan: HandmadePlan, chunk_size: int | None = None
+) -> tuple[Path, Path]:
     """A plan and its analysis: one tree in a group of chunks, or two in one chunk, and sequences beside them."""
     samples = random_samples(chance, chance.randint(1, 3), 3)
     prefixes = prefixes_of(samples)
-    chunk_size = chance.choice([3, 5, 8, 16, 1000])
+    chunk_size = chunk_size or chance.choice([3, 5, 8, 16, 1000])
     chunks = cut(segments_of(samples, prefixes), chunk_size)
     alone = random_samples(chance, 0, 1)
     last: list[list[Piece]] = [segments_of(alone, {}, len(samples))]

@@ -8,11 +8,18 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from chunkplan.planfile.load import load_analysis
+from chunkplan_runtime.execution.executor import RankExecutor
+from chunkplan_runtime.models.compiled import CompiledLayers
 from chunkplan_runtime.models.model import new_model
+from chunkplan_runtime.models.parts import evaluate_in_float64
 from chunkplan_runtime.models.tiny import tiny_document
 from chunkplan_runtime.parity import compare_plan
+from chunkplan_runtime.proof.prove import relative_errors, take_gradients
+from chunkplan_runtime.training.executor import Executor
 from tests.runtime.attention.test_latents import SHARING
 from tests.runtime.test_parity import MODELS
+from tests.support.kept_attention import keeping_attention
 from tests.support.tree_cases import random_tree_plan
 
 NAMES = (
@@ -36,12 +43,74 @@ def model(tiny_config):
     return make
 
 
-@pytest.mark.parametrize("kv_offload", [False, True])
+@pytest.fixture
+def tree_plan(handmade_plan):
+    return lambda seed, **how: random_tree_plan(random.Random(seed), handmade_plan, **how)
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(1, 6))])
 @pytest.mark.parametrize("name", NAMES)
-def test_trees_are_exact_however_they_are_cut(name, kv_offload, model, handmade_plan):
-    """Of one to three levels, in chunks of any size, whole in one beside other sequences, with any chunks kept."""
-    for seed in range(4):
-        plan, analysis = random_tree_plan(random.Random(f"{name} {seed}"), handmade_plan)
-        report = compare_plan(plan, analysis, model(name), kv_offload=kv_offload)
-        assert report.max_relative_error < 1e-12, seed
+def test_trees_are_exact_however_they_are_cut(name, seed, model, tree_plan):
+    """Of one to three levels, in chunks of any size, or whole in one beside other sequences, with any chunks kept."""
+    made = model(name)
+    for kv_offload in (False, True):
+        report = compare_plan(*tree_plan(f"{name} {seed} {kv_offload}"), made, kv_offload=kv_offload)
+        assert report.max_relative_error < 1e-12
         assert report.loss == pytest.approx(report.reference_loss, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("gpt_oss, sinks", {"keeps": True}),
+        ("deepseek_v3, latents", {"checkpointing": "full", "keeps": True}),
+        ("qwen2", {"checkpointing": "keep-attention"}),
+        pytest.param("qwen2", {"compiles": True}, marks=pytest.mark.soak),
+    ],
+)
+def test_trees_go_with_attention_that_is_kept_and_with_layers_that_run_again(name, how, model, tree_plan):
+    made, other = model(name), model(name)
+    stream = Executor(made).stream(*tree_plan(3, chunk_size=8))
+    work = next(iter(stream))
+    (rank,) = work.ranks
+    with evaluate_in_float64(made.model), evaluate_in_float64(other.model):
+        plain = RankExecutor(other).run(rank, work.step.num_target_tokens)
+        if how.get("compiles"):
+            CompiledLayers(made)
+        made.set_checkpointing(how.get("checkpointing", "none"))
+        found = RankExecutor(made).run(keeping_attention(rank) if how.get("keeps") else rank, 10)
+        assert found.sequences == plain.sequences
+    expected = take_gradients(other)
+    scale = work.step.num_target_tokens / 10
+    found = {name: gradient / scale for name, gradient in take_gradients(made).items()}
+    assert max(relative_errors(found, expected, []).values()) < 1e-12
+
+
+def by_sequence(tokens):
+    """Sequences weigh by what they are likely, and tokens by where they are; some entropy."""
+    sums = tokens.sums(tokens.log_probs)
+    weights = torch.softmax(sums / 10, 0) * (1 + tokens.sequence_ids)
+    return (weights * sums).sum() + (tokens.entropies * tokens.positions / 50).sum()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_loss_of_the_step_sees_all_tokens_of_all_sequences(seed, model, tree_plan, handmade_plan):
+    """...and so do the losses of sequences, as where each is run whole."""
+    plan, analysis = tree_plan(seed)
+    tokens, tree, whole = load_analysis(analysis).tokens(), model("qwen2"), model("qwen2")
+    samples = [tokens(number) for number in range(load_analysis(analysis).num_sequences)]
+    chunks = [[(number, 0, len(ids))] for number, (ids, _) in enumerate(samples)]
+    work = next(iter(Executor(tree).stream(plan, analysis)))
+    apart = next(iter(Executor(whole).stream(*handmade_plan(samples, [{0: chunks}]))))
+    with evaluate_in_float64(tree.model), evaluate_in_float64(whole.model):
+        losses = [Executor(made).step(each, by_sequence) for made, each in ((tree, work), (whole, apart))]
+        found, expected = (
+            RankExecutor(made).evaluate(each.ranks[0], 7) for made, each in ((tree, work), (whole, apart))
+        )
+    assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+    assert max(relative_errors(take_gradients(tree), take_gradients(whole), []).values()) < 1e-12
+    assert found.loss == pytest.approx(expected.loss, rel=1e-12)
+    assert [(each.sequence_id, each.num_target_tokens) for each in found.sequences] == [
+        (each.sequence_id, each.num_target_tokens) for each in expected.sequences
+    ]
+    assert [each.loss for each in found.sequences] == pytest.approx([each.loss for each in expected.sequences])
