@@ -160,7 +160,10 @@ class Distillation:
     cross_entropy: float = 0.0
 
     def of_chunks(self, work: RankWork) -> dict[int, ChunkLoss]:
-        """The loss of each chunk of a rank."""
+        """The loss of each chunk of a rank; raises UsageError of tokens that several sequences have."""
+        if any(tensors.begun for tensors in work.tensors.values()):
+            message = "a teacher is asked of each sequence by itself, and in this plan sequences share prefixes"
+            raise UsageError(message, where=f"step {work.step}", hint="build the plan without --share-prefixes")
         return {chunk_id: partial(self._loss, tensors.spans) for chunk_id, tensors in work.tensors.items()}
 
     def _loss(

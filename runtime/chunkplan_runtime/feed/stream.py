@@ -319,14 +319,14 @@ class PlanStream(IterableDataset[StepWork]):
         input_ids, _ = reader.gather(sequence_ids, starts, stops)
         next_ids, next_target = reader.gather(sequence_ids, starts + 1, stops + 1)
         rows = tensors.rows[-len(input_ids) :]
-        same = tensors.input_ids[0, rows].numpy() == input_ids
-        same &= tensors.labels[rows].numpy() == np.where(next_target, next_ids, NO_TARGET)
+        same_ids = tensors.input_ids[0, rows].numpy() == input_ids
+        same = same_ids & (tensors.labels[rows].numpy() == np.where(next_target, next_ids, NO_TARGET))
         for wrong in np.flatnonzero(~same)[:1]:
-            place = int(np.searchsorted(np.cumsum(stops - starts), wrong, side="right"))
-            span, token = tensors.begun[place], int(tensors.position_ids[0, rows[wrong]])
+            span = tensors.begun[int(np.searchsorted(np.cumsum(stops - starts), wrong, side="right"))]
+            token = int(tensors.position_ids[0, rows[wrong]]) + bool(same_ids[wrong])
             raise DataError(
-                f"sequence {span.sequence_id} differs at token {token}, or in which of token {token + 1} is a target, "
-                f"from the one whose tokens {span.start} to {span.stop} the plan takes for its own",
+                f"token {token} of sequence {span.sequence_id}, or whether it is a target, is not as in the sequence "
+                f"whose tokens {span.start} to {span.stop} the plan takes for its own",
                 where=self._analysis.place(span.sequence_id),
                 hint="build the plan again",
             )

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig
 
+from chunkplan.errors import DataError, UsageError
 from chunkplan.planfile.load import load_analysis
 from chunkplan_runtime.execution.executor import RankExecutor
+from chunkplan_runtime.execution.losses import Distillation
+from chunkplan_runtime.feed.stream import open_plan
+from chunkplan_runtime.models.checks import plan_stream
 from chunkplan_runtime.models.compiled import CompiledLayers
 from chunkplan_runtime.models.model import new_model
 from chunkplan_runtime.models.parts import evaluate_in_float64
@@ -20,7 +25,7 @@ from chunkplan_runtime.training.executor import Executor
 from tests.runtime.attention.test_latents import SHARING
 from tests.runtime.test_parity import MODELS
 from tests.support.kept_attention import keeping_attention
-from tests.support.tree_cases import random_tree_plan
+from tests.support.tree_cases import random_tree_plan, tree_of
 
 NAMES = (
     *("qwen2", "gpt_oss, sinks", "deepseek_v3, latents", "gemma2, softcaps and sliding window", "qwen3_moe"),
@@ -79,7 +84,7 @@ def test_trees_go_with_attention_that_is_kept_and_with_layers_that_run_again(nam
             CompiledLayers(made)
         made.set_checkpointing(how.get("checkpointing", "none"))
         found = RankExecutor(made).run(keeping_attention(rank) if how.get("keeps") else rank, 10)
-        assert found.sequences == plain.sequences
+        assert [each.loss for each in found.sequences] == pytest.approx([each.loss for each in plain.sequences])
     expected = take_gradients(other)
     scale = work.step.num_target_tokens / 10
     found = {name: gradient / scale for name, gradient in take_gradients(made).items()}
@@ -114,3 +119,78 @@ def test_a_loss_of_the_step_sees_all_tokens_of_all_sequences(seed, model, tree_p
         (each.sequence_id, each.num_target_tokens) for each in expected.sequences
     ]
     assert [each.loss for each in found.sequences] == pytest.approx([each.loss for each in expected.sequences])
+
+
+#: Two that go on with the tokens of another one, in three chunks: the first part, and two that depend on it.
+SAMPLES = [
+    (np.array([5, 6, 7, 8, *more]), np.array([False, *[True] * 6])) for more in ([1, 2, 3], [2, 3, 4], [9, 9, 9])
+]
+CHUNKS, PREFIXES = [[(0, 0, 5)], [(0, 5, 7), (1, 3, 7)], [(2, 3, 7)]], {1: (0, 3), 2: (1, 3)}
+
+
+@pytest.fixture
+def small_tree(handmade_plan):
+    def make(samples=SAMPLES, chunks=CHUNKS, prefixes=PREFIXES, order=None):
+        tree, actions = tree_of(CHUNKS, PREFIXES, [True] * 3)
+        return handmade_plan(samples, [{0: chunks}], actions=order or actions, tree=tree._replace(prefixes=prefixes))
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("order", "message"),
+    [
+        ("f0 f1 f2 b0 b1 b2", "the backward of tokens 0 to 5 of sequence 0 is out of order"),
+        ("f0 f1 b1 b0 f2 b2", "the backward of tokens 0 to 5 of sequence 0 is out of order"),
+        ("f0 f2 b2 f1 b1 b0", "the forward of tokens 11 to 15 of sequence 0 is out of order: tokens from 5 to 11"),
+    ],
+)
+def test_orders_of_trees_that_would_not_be_exact_are_refused(order, message, small_tree, model):
+    ops = {"f": "forward", "b": "backward"}
+    plan = small_tree(order=[(ops[each[0]], int(each[1])) for each in order.split()])
+    executor = Executor(model("qwen2"))
+    with pytest.raises(DataError, match=message):
+        executor.step(next(iter(executor.stream(*plan))))
+
+
+def test_parts_whose_dependents_are_done_may_go_backward_in_any_order(small_tree, model):
+    for order in ("f0 f1 f2 b1 b2 b0", "f0 f1 f2 b2 b1 b0", "f0 f1 b1 f2 b2 b0"):
+        ops = {"f": "forward", "b": "backward"}
+        plan = small_tree(order=[(ops[each[0]], int(each[1])) for each in order.split()])
+        assert compare_plan(*plan, model("qwen2")).max_relative_error < 1e-12
+
+
+def test_sequences_whose_tokens_or_targets_are_not_those_of_the_tree_are_refused_with_their_record(small_tree, model):
+    executor = Executor(model("qwen2"))
+    for name, place in (("token", 1), ("target", 2)):
+        ids, target = SAMPLES[2]
+        other = (np.where(np.arange(7) == place, 50, ids), target)
+        other = other if name == "token" else (ids, target & (np.arange(7) != place))
+        plan = small_tree(samples=[*SAMPLES[:2], other])
+        with pytest.raises(DataError, match=f"^[^ ]*, row 2: token {place} of sequence 2, or whether") as raised:
+            next(iter(executor.stream(*plan)))
+        assert "tokens 0 to 3" in raised.value.message
+    with pytest.raises(DataError, match="tokens before 3 of sequence 2 are not in the tree before it"):
+        next(iter(executor.stream(*small_tree(prefixes={1: (0, 3)}))))
+
+
+@pytest.mark.parametrize(
+    ("config", "router_loss", "message"),
+    [
+        ({"model_type": "mamba2"}, None, "share prefixes in a mamba2 model whose layers keep a state"),
+        ({"model_type": "llama4_text"}, None, "a llama4_text model whose layers keep a state"),
+        ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, None, "tokens see those that come after"),
+        ({"model_type": "qwen3_moe"}, "batch", "a qwen3_moe model whose routers have a load-balancing loss"),
+    ],
+)
+def test_models_that_are_not_exact_with_trees_are_refused_by_name(config, router_loss, message, small_tree):
+    plan, analysis = open_plan(*small_tree())
+    with pytest.raises(UsageError, match=message) as raised:
+        plan_stream(AutoConfig.for_model(**config), plan, analysis, router_loss=router_loss)
+    assert "--share-prefixes" in raised.value.hint
+
+
+def test_a_teacher_is_not_asked_of_tokens_that_sequences_share(small_tree, model):
+    executor = Executor(model("qwen2"))
+    with pytest.raises(UsageError, match="in this plan sequences share prefixes"):
+        executor.step(next(iter(executor.stream(*small_tree()))), Distillation(lambda *_: None))
