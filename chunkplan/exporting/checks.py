@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pyarrow as pa
 
-from chunkplan.errors import DataError
+from chunkplan.errors import DataError, UsageError
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.hashing import combine_hashes
 from chunkplan.planfile.plan import Plan
@@ -35,8 +35,15 @@ def check_plan(plan: Plan, tables: dict[str, pa.Table]) -> None:
     """Check that the tables of a plan are those it was built with.
 
     Raises:
+        UsageError: sequences begin in others, which no format says.
         DataError: one was changed.
     """
+    if plan.config.share_prefixes:
+        raise UsageError(
+            "sequences of the plan share prefixes, which other trainers do not run",
+            where=str(plan.path),
+            hint="export a plan built without --share-prefixes",
+        )
     stated = plan.manifest["content_hashes"]
     changed = [name for name, found in hash_plan(tables, plan.manifest["config"]).items() if found != stated[name]]
     if changed or combine_hashes(stated) != plan.content_hash:

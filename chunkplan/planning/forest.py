@@ -154,7 +154,9 @@ def grow_forest(
         of_step = np.concatenate([alone, -1 - len(trees) - np.arange(len(grown))])
         num_tokens = np.concatenate([lengths, [int(each.branches.tokens.sum()) for each in grown]]).astype(np.int64)
         pairs = np.concatenate([whole_pairs(cost, lengths), [each.pairs for each in grown]])
-        order = np.argsort(-num_tokens, kind="stable")
+        places = {each: place for place, each in enumerate(ids[first:last].tolist())}
+        heads = [*alone.tolist(), *(int(each.tree.ids[0]) for each in grown)]
+        order = np.lexsort((np.array([places[each] for each in heads]), -num_tokens))
         all_ids.append(of_step[order])
         all_tokens.append(num_tokens[order])
         all_pairs.append(pairs[order])

@@ -7,16 +7,14 @@ from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
-import pyarrow as pa
 
-from chunkplan.arrays import BoolArray, Int32Array, Int64Array, IntArray, offsets_of, run_starts, sum_runs
+from chunkplan.arrays import BoolArray, Int64Array, IntArray, offsets_of, run_starts, sum_runs
 from chunkplan.config.plan import PlanConfig
 from chunkplan.operations import KEPT_ATTENTION, NOT_KEPT
-from chunkplan.planfile.analysis import Analysis
-from chunkplan.planfile.schema import to_numpy
 from chunkplan.planning.selection import describe_selection
+from chunkplan.validation.checks_prefixes import check_last_dependent, check_prefixes, check_tree_groups
 from chunkplan.validation.checks_steps import check_equal_chunks, check_steps, check_whole_groups
-from chunkplan.validation.chunk_columns import ChunkColumns, Violation
+from chunkplan.validation.chunk_columns import ChunkColumns, Parts, Violation, part_targets
 
 # The invariants of sequences: each occurs as often as it should, whole or cut into the parts of one group.
 #
@@ -54,7 +52,10 @@ def check_groups(columns: ChunkColumns) -> Iterator[Violation | None]:
     Each chunk of a group holds exactly one part (and whole sequences beside it), or a rank's slices of it; a standalone
     chunk holds whole sequences only and keeps its activations.
     """
-    chunks, grouped, parts = columns.chunks, columns.is_grouped, columns.group_parts
+    yield from check_tree_groups(columns)
+    chunks, grouped, parts = columns.chunks, columns.is_grouped & ~columns.is_tree, columns.group_parts
+    own = ~columns.is_tree[parts.chunk]
+    parts = Parts(parts.chunk[own], parts.sequence_id[own], parts.start[own], parts.end[own])
     num_parts = np.bincount(parts.chunk, minlength=columns.num_chunks)
     yield columns.at(
         num_parts != grouped,
@@ -62,7 +63,7 @@ def check_groups(columns: ChunkColumns) -> Iterator[Violation | None]:
     )
     standalone = (chunks["group_index"] == 0) & (chunks["group_size"] == 1) & chunks["keeps_activations"]
     yield columns.at(
-        ~grouped & ~standalone, lambda row: "a standalone chunk has index 0 of 1 and keeps its activations"
+        ~columns.is_grouped & ~standalone, lambda row: "a standalone chunk has index 0 of 1 and keeps its activations"
     )
     key = columns.place[parts.chunk] << 32 | chunks["group_id"][parts.chunk].astype(np.int64) + (1 << 31)
     order = np.argsort(key, kind="stable")  # rows are sorted by chunk_id within a rank
@@ -78,9 +79,13 @@ def check_groups(columns: ChunkColumns) -> Iterator[Violation | None]:
 
 
 def check_prefix(columns: ChunkColumns) -> Iterator[Violation | None]:
-    """A chunk's prefix_tokens is where its part starts, of a shared one the whole part, and 0 for a standalone one."""
-    parts = columns.group_parts
+    """A chunk's prefix_tokens is where its part starts, of a shared one the whole part, and 0 for a standalone one.
+
+    In a tree it is the tokens of the group's chunks before it.
+    """
+    parts, before = columns.group_parts, offsets_of(columns.chunks["num_tokens"])[:-1]
     start = np.bincount(parts.chunk, weights=parts.start, minlength=columns.num_chunks).astype(np.int64)  # exact
+    start[columns.is_tree] = (before - before[columns.group_start])[columns.is_tree]
     bad = columns.chunks["prefix_tokens"] != start
     yield columns.at(bad, lambda row: f"prefix_tokens is not {start[row]}, where its part starts")
 
@@ -140,22 +145,26 @@ def _unchained(columns: ChunkColumns, key: Int64Array) -> BoolArray:
 def check_targets(columns: ChunkColumns) -> Iterator[Violation | None]:
     """Target tokens are counted in the chunk that predicts them, and sum to the analysis's."""
     expected = columns.per_segment(columns.analysis.num_target_tokens)
-    parts = columns.parts
-    expected[parts] = _part_targets(
-        columns.analysis, columns.sequence_id[parts], columns.start[parts], columns.end[parts]
+    parts, begin = np.flatnonzero(columns.is_part | (columns.begin > 0)), columns.begin
+    expected[parts] = part_targets(
+        columns.analysis, columns.sequence_id[parts], (columns.start + begin)[parts], (columns.end + begin)[parts]
     )
     counted, stated = columns.per_chunk(expected), columns.chunks["num_target_tokens"]
     yield columns.at(stated != counted, lambda row: f"{stated[row]} target tokens stated, {counted[row]} counted")
 
 
 def check_totals(columns: ChunkColumns) -> Iterator[Violation | None]:
-    """Every step's totals are the sums of its chunks, and the manifest's those of the steps."""
+    """Every step's totals are the sums of its chunks, with what sequences share, and the manifest's those of the
+    steps."""
     steps, chunks, config, manifest = columns.steps, columns.chunks, columns.config, columns.plan.manifest
+    step, sequence, _, shared = columns.prefixes
+    again = part_targets(columns.analysis, sequence, np.zeros_like(shared), shared)
     sums = {
-        "num_tokens": sum_runs(chunks["num_tokens"], columns.step_chunks),
-        "num_target_tokens": sum_runs(chunks["num_target_tokens"], columns.step_chunks),
-        "num_chunks": np.diff(columns.step_chunks),
+        name: sum_runs(chunks[name], columns.step_chunks)
+        + np.bincount(step, more, minlength=columns.num_steps).astype(np.int64)
+        for name, more in (("num_tokens", shared), ("num_target_tokens", again))
     }
+    sums["num_chunks"] = np.diff(columns.step_chunks)
 
     def differs(name: str) -> Violation | None:
         stated, actual = steps[name], sums[name]
@@ -173,50 +182,18 @@ def check_totals(columns: ChunkColumns) -> Iterator[Violation | None]:
             **totals,
             "longest_sequence": max(longest for _, longest in columns.epochs),
             "num_dropped_sequences": sum(size for size, _ in columns.epochs) - totals["num_sequences"],
+            **({"num_run_tokens": int(chunks["num_tokens"].sum())} if config.share_prefixes else {}),
         },
         "selection": describe_selection(columns.analysis, config),
         "predictions": {name: sum(steps[name].tolist()) for name in ("predicted_us", "lower_bound_us")},
     }
     for entry, values in entries.items():
         for name, value in values.items():
-            if manifest[entry][name] != value:
-                yield Violation("", f"manifest says {name} = {manifest[entry][name]}, counted {value}")
+            if (stated := manifest[entry].get(name)) != value:
+                yield Violation("", f"manifest says {name} = {stated}, counted {value}")
     for name, value in (("seed", config.seed), ("epochs", config.epochs)):
         if manifest.get(name) != value:
             yield Violation("", f"manifest says {name} = {manifest.get(name)}, its config {value}")
-
-
-def _part_targets(analysis: Analysis, ids: Int64Array, start: Int32Array, end: Int32Array) -> Int64Array:
-    """Count the targets in [start + 1, end + 1) of the sequences `ids`, in any order; int64 [num_parts].
-
-    Raises:
-        DataError: the tokens cannot be read.
-    """
-    stop_target = np.minimum(end.astype(np.int64) + 1, analysis.num_tokens[ids])
-    start_target = np.minimum(start.astype(np.int64) + 1, stop_target)
-    if not analysis.has_tokens:
-        return stop_target - start_target
-    counted = np.empty(ids.size, np.int64)
-    order = np.argsort(ids, kind="stable")
-    ordered = ids[order]
-    for first_id, batch in analysis.tokens().batches():
-        targets = batch.column("target")
-        parts = order[slice(*np.searchsorted(ordered, (first_id, first_id + batch.num_rows)))]  # those in the batch
-        if parts.size:
-            offset = to_numpy(targets.offsets)[ids[parts] - first_id].astype(np.int64)
-            before_stop = _count_bits(targets.values, offset + stop_target[parts])
-            counted[parts] = before_stop - _count_bits(targets.values, offset + start_target[parts])
-    return counted
-
-
-def _count_bits(mask: pa.BooleanArray, stops: Int64Array) -> Int64Array:
-    """Count how many of mask[:stop] are true, for each of `stops`; int64, of their shape."""
-    packed = np.frombuffer(mask.buffers()[1], np.uint8)
-    stops = stops + mask.offset
-    whole = offsets_of(np.bitwise_count(packed))
-    rest = np.append(packed, 0)[stops >> 3] & ((1 << (stops & 7)) - 1)
-    counted: Int64Array = whole[stops >> 3] + np.bitwise_count(rest)
-    return counted
 
 
 def check_chunk_ids(columns: ChunkColumns) -> Iterator[Violation | None]:
@@ -430,12 +407,13 @@ def check_cp_order(columns: ChunkColumns) -> Iterator[Violation | None]:
 
 #: Run in this order. The checks after one of `STRUCTURAL` rely on it and say nothing sensible where it fails.
 #: `WITHOUT_ANALYSIS` look at the plan alone.
-STRUCTURAL = frozenset({"chunk-ids", "cp-groups", "batch-sizes", "tokens-once"})
+STRUCTURAL = frozenset({"chunk-ids", "prefixes", "cp-groups", "batch-sizes", "tokens-once"})
 WITHOUT_ANALYSIS = frozenset(
     {"chunk-ids", "cp-groups", "cp-slices", "cp-order", "kept-attention", "equal-chunks", "chunk-size"}
 )
 CHUNK_CHECKS: dict[str, Callable[[ChunkColumns], Iterator[Violation | None]]] = {
     "chunk-ids": check_chunk_ids,
+    "prefixes": check_prefixes,
     "cp-groups": check_cp_groups,
     "cp-slices": check_cp_slices,
     "cp-order": check_cp_order,
@@ -447,6 +425,7 @@ CHUNK_CHECKS: dict[str, Callable[[ChunkColumns], Iterator[Violation | None]]] = 
     "whole-groups": check_whole_groups,
     "one-step-one-rank": check_one_place,
     "groups": check_groups,
+    "last-dependent": check_last_dependent,
     "prefix": check_prefix,
     "targets": check_targets,
     "totals": check_totals,

@@ -189,19 +189,22 @@ def check_recompute(block: RankBlock) -> Complaint | None:
 
 
 def check_part_order(block: RankBlock) -> Complaint | None:
-    """Part i+1 of a group forwards after part i, and part i backwards after part i+1, on every model stage."""
+    """Part i+1 of a group forwards after part i, and part i backwards after part i+1, on every model stage.
+
+    In a tree a part backwards once all do that depend on it: as from a stack on which the parts are laid in order.
+    """
     positions, run = block.by_group
     actions = block.by_model_stage[positions]
     op, rows = block.op[actions], block.chunk_rows[block.chunk[actions]]
     index = block.columns.chunks["group_index"][rows].astype(np.int64)
     size = block.columns.chunks["group_size"][rows].astype(np.int64)
+    turn = np.where(block.columns.is_tree[rows], block.columns.group_order.turn[rows], size - 1 - index)
     bad = np.zeros(block.op.size, bool)
     forwards, backwards = np.flatnonzero(_IS_FORWARD[op]), np.flatnonzero(_IS_BACKWARD[op])
     start = run_starts(run[forwards])
     bad[positions[forwards]] = index[forwards] != np.arange(forwards.size) - start
     start = run_starts(run[backwards])
-    expected = size[backwards][start] - 1 - (np.arange(backwards.size) - start)
-    bad[positions[backwards]] = index[backwards] != expected
+    bad[positions[backwards]] = turn[backwards] != np.arange(backwards.size) - start
 
     def describe(position: int) -> str:
         action = block.by_model_stage[position]
@@ -214,11 +217,18 @@ def check_part_order(block: RankBlock) -> Complaint | None:
 
 
 def check_holders(block: RankBlock) -> Complaint | None:
-    """At most K chunks of a group hold activations on a stage, from forward or recompute to the last backward half."""
+    """At most K chunks of a group hold activations on a stage, from forward or recompute to the last backward half.
+
+    In a tree at most K - 1 on which others depend, where each runs backward as soon as it can; and the one at work.
+    """
     (positions, _), order = block.by_group, block.by_model_stage
+    rows = block.chunk_rows[block.chunk[order]]
+    is_tree = block.columns.is_tree[rows]
     holders = np.zeros(block.op.size, np.int64)
-    holders[positions] = _held(block.op[order[positions]], 1)  # at the end of a group's run all is released
-    k = block.columns.k[block.chunk_rows[block.chunk[order]]]
+    own = positions[~is_tree[positions]]
+    holders[own] = _held(block.op[order[own]], 1)  # at the end of a group's run all is released
+    holders[is_tree] = block.columns.group_order.holders[rows[is_tree]] + 1
+    k = block.columns.k[rows]
     return block.at(
         holders > k,
         lambda at: f"stage {block.stage[order[at]]}: {holders[at]} chunks hold activations, K is {k[at]}",

@@ -20,8 +20,9 @@ from chunkplan.config.plan import PlanConfig
 from chunkplan.operations import KEPT_ATTENTION
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.plan import Plan
-from chunkplan.planfile.schema import codes_of
+from chunkplan.planfile.schema import codes_of, to_numpy
 from chunkplan.planning.selection import expected_copies
+from chunkplan.validation.tree_columns import GroupOrder, Prefixes, order_of_groups, runs_before
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,9 @@ class ChunkColumns:
     Arrays of `steps` are [num_steps], those of `chunks` [num_chunks]. `segments` [num_chunks + 1] is where the segments
     of each chunk begin; `sequence_id`, `start` and `end` are [num_segments]. A group_id that is null is -1 here, and
     `is_grouped` [num_chunks] false; kept_attention is its place in `KEPT_ATTENTION`, -1 where it is no word of these.
-    What is derived is computed once, when it is asked for.
+    A sequence that begins in another one is here that of its own tokens: `start` and `end` count from the first of
+    them, `begin` [num_segments] is where that is in the whole one. What is derived is computed once, when it is asked
+    for.
     """
 
     plan: Plan
@@ -70,13 +73,21 @@ class ChunkColumns:
     sequence_id: Int64Array
     start: Int32Array
     end: Int32Array
+    begin: Int32Array
+    prefixes: Prefixes
 
     @classmethod
     def of(cls, plan: Plan, analysis: Analysis, steps: pa.Table, chunks: pa.Table) -> ChunkColumns:
-        """Take the columns out of the two tables of `plan`."""
+        """Take the columns out of the two tables of `plan`, and its prefixes."""
         lists = chunks.column("segments").chunks
         flat = [array.flatten() for array in lists]
         per_chunk = np.concatenate([np.diff(array.offsets.to_numpy()) for array in lists])
+        sequence_id, start, end = (
+            np.concatenate([array.field(name).to_numpy() for array in flat]) for name in ("sequence_id", "start", "end")
+        )
+        prefixes = Prefixes(*(to_numpy(column.combine_chunks()) for column in plan.prefixes().columns))
+        row = prefixes.row_of(np.repeat(chunks.column("step").to_numpy(), per_chunk), sequence_id)
+        begin = np.append(prefixes.prefix_tokens, np.int32(0))[row]
         return cls(
             plan=plan,
             analysis=analysis,
@@ -89,10 +100,11 @@ class ChunkColumns:
             | {"kept_attention": codes_of(chunks.column("kept_attention"), KEPT_ATTENTION)},
             is_grouped=chunks.column("group_id").is_valid().to_numpy(),
             segments=offsets_of(per_chunk),
-            **{
-                name: np.concatenate([array.field(name).to_numpy() for array in flat])
-                for name in ("sequence_id", "start", "end")
-            },
+            sequence_id=sequence_id,
+            start=start - begin,
+            end=end - begin,
+            begin=begin,
+            prefixes=prefixes,
         )
 
     @property
@@ -187,8 +199,9 @@ class ChunkColumns:
 
     @cached_property
     def sequence_tokens(self) -> Int32Array:
-        """The tokens of each segment's sequence, or of the first one where it is unknown; int32 [num_segments]."""
-        return self.per_segment(self.analysis.num_tokens)
+        """The own tokens of each segment's sequence, or of the first one where it is unknown; int32 [num_segments]."""
+        own: Int32Array = self.per_segment(self.analysis.num_tokens) - self.begin
+        return own
 
     @cached_property
     def is_part(self) -> BoolArray:
@@ -213,7 +226,68 @@ class ChunkColumns:
         num_tokens = self.sequence_tokens[self.parts]
         for longer_than, k in self.config.k_by_length or ():
             most[self.part_chunk[num_tokens > longer_than]] = k
+            most[self.is_tree & (self.tree_tokens > longer_than)] = k
         return most
+
+    # trees
+
+    @cached_property
+    def chunk_of_segments(self) -> Int64Array:
+        """The chunk of every segment, int64 [num_segments]."""
+        return np.repeat(np.arange(self.num_chunks), np.diff(self.segments))
+
+    @property
+    def step_of_segments(self) -> Int32Array:
+        """The step of every segment, int32 [num_segments]."""
+        steps: Int32Array = self.chunks["step"][self.chunk_of_segments]
+        return steps
+
+    @cached_property
+    def _units(self) -> Int64Array:
+        """A number for the group of each chunk, or for a standalone one by itself, int64 [num_chunks]."""
+        key = self.place << 32 | (self.chunks["group_id"].astype(np.int64) + (1 << 31))
+        number: Int64Array = np.unique(key, return_inverse=True)[1]
+        return np.where(self.is_grouped, number, number.size + np.arange(number.size))
+
+    @property
+    def unit_of_segments(self) -> Int64Array:
+        """A number for the group, or the standalone chunk, of every segment; int64 [num_segments]."""
+        units: Int64Array = self._units[self.chunk_of_segments]
+        return units
+
+    @cached_property
+    def is_tree(self) -> BoolArray:
+        """True for chunks of groups in which a sequence begins in another one, bool [num_chunks]."""
+        return self.is_grouped & np.isin(self._units, self._units[self.chunk_of_segments[self.begin > 0]])
+
+    @cached_property
+    def group_start(self) -> Int64Array:
+        """The first chunk of each tree's group, -1 for chunks of none; int64 [num_chunks]. Those between are its own,
+        where the invariant `groups` holds."""
+        _, first, number = np.unique(self._units, return_index=True, return_inverse=True)
+        return np.where(self.is_tree, first[number], -1)
+
+    @property
+    def tree_tokens(self) -> Int64Array:
+        """The tokens of each tree's group, int64 [num_chunks]; of chunks of none those of all."""
+        sums = np.zeros(self.num_chunks + 1, np.int64)
+        np.add.at(sums, self.group_start, self.chunks["num_tokens"])
+        return sums[self.group_start]
+
+    @cached_property
+    def segment_before(self) -> Int64Array:
+        """The segment that holds the token before each one, see `runs_before`; int64 [num_segments]."""
+        begin = self.begin.astype(np.int64)
+        return runs_before(self.prefixes, self.step_of_segments, self.sequence_id, self.start + begin, self.end + begin)
+
+    @cached_property
+    def group_order(self) -> GroupOrder:
+        """The order of the chunks of trees, whose segments have to be in order."""
+        of_trees = self.is_tree[self.chunk_of_segments]
+        place = np.where(of_trees, np.cumsum(of_trees) - 1, -1)  # among the segments of trees
+        before = np.where(self.segment_before >= 0, place[self.segment_before], -1)[of_trees]
+        chunk, stated = self.chunk_of_segments[of_trees], self.chunks.get("last_dependent", self.chunks["group_index"])
+        return order_of_groups(chunk, before, self.group_start, stated, self.chunks["keeps_activations"])
 
     @cached_property
     def occurrences(self) -> Callable[[int], Int32Array]:
@@ -271,3 +345,36 @@ class ChunkColumns:
             return None
         row = int(np.argmax(bad))
         return Violation("", message(row), int(self.steps["step"][row]), count=int(bad.sum()))
+
+
+def part_targets(analysis: Analysis, ids: Int64Array, start: Int32Array, end: Int32Array) -> Int64Array:
+    """Count the targets in [start + 1, end + 1) of the sequences `ids`, in any order; int64 [num_parts].
+
+    Raises:
+        DataError: the tokens cannot be read.
+    """
+    stop_target = np.minimum(end.astype(np.int64) + 1, analysis.num_tokens[ids])
+    start_target = np.minimum(start.astype(np.int64) + 1, stop_target)
+    if not analysis.has_tokens:
+        return stop_target - start_target
+    counted = np.empty(ids.size, np.int64)
+    order = np.argsort(ids, kind="stable")
+    ordered = ids[order]
+    for first_id, batch in analysis.tokens().batches():
+        targets = batch.column("target")
+        parts = order[slice(*np.searchsorted(ordered, (first_id, first_id + batch.num_rows)))]  # those in the batch
+        if parts.size:
+            offset = to_numpy(targets.offsets)[ids[parts] - first_id].astype(np.int64)
+            before_stop = _count_bits(targets.values, offset + stop_target[parts])
+            counted[parts] = before_stop - _count_bits(targets.values, offset + start_target[parts])
+    return counted
+
+
+def _count_bits(mask: pa.BooleanArray, stops: Int64Array) -> Int64Array:
+    """Count how many of mask[:stop] are true, for each of `stops`; int64, of their shape."""
+    packed = np.frombuffer(mask.buffers()[1], np.uint8)
+    stops = stops + mask.offset
+    whole = offsets_of(np.bitwise_count(packed))
+    rest = np.append(packed, 0)[stops >> 3] & ((1 << (stops & 7)) - 1)
+    counted: Int64Array = whole[stops >> 3] + np.bitwise_count(rest)
+    return counted

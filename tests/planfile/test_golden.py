@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
@@ -21,6 +22,7 @@ from chunkplan.planfile.load import load_held_out
 from chunkplan.planfile.schema import CHUNKS, CP_COLUMNS
 from tests.support.places import GOLDEN
 from tests.support.plain import plain_cost
+from tests.support.trees import build_trees, rollouts, traces
 
 ANALYSIS_HASH = "04c12a864976e44633fc8ae2fe7e73ea105d9724fb8a856d26f0480a859c784c"
 
@@ -110,6 +112,21 @@ def test_the_plan_of_a_configuration_is_the_same_in_every_release(name: str, tmp
     config, expected = PLANS[name]
     plan = build(GOLDEN / "analysis-7", tmp_path / "plan", PlanConfig(**{**SMALL, **config}), cost=plain_cost())
     assert plan.content_hash == expected
+
+
+def test_a_plan_with_trees_is_the_same_in_every_release(tmp_path: Path) -> None:
+    """Three prompts and their answers, one of which is more than a chunk, and traces that branch anywhere."""
+    random = np.random.default_rng(7)
+    sequences = rollouts(random, [150, 40, 33], 6, 90) + traces(random, 14, 120)
+    plan = build_trees(tmp_path, sequences, k=2, dp=2, pp=2)
+    assert plan.content_hash == "fc609b5439d219ac0ab43493eecbb57d7841fe1a80edb2553f8845d1f768ac80"
+    assert validate(plan.path).ok
+    assert plan.manifest["totals"]["num_run_tokens"] < 0.75 * plan.manifest["totals"]["num_tokens"]
+    steps = list(plan.iter_steps())
+    read = [(step.step, sequence, *begins) for step in steps for sequence, begins in step.prefixes.items()]
+    assert read == [tuple(row.values()) for row in plan.prefixes().to_pylist()]
+    chunks = [chunk for step in steps for rank in step.chunks.values() for chunk in rank]
+    assert any(chunk.group_index < chunk.last_dependent < chunk.group_size - 1 for chunk in chunks)
 
 
 def test_a_plan_for_adapters_is_the_same_in_every_release(tmp_path: Path) -> None:
