@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from chunkplan.arrays import IntArray
+from chunkplan.arrays import BoolArray, IntArray
 from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.model import CostModel
 from chunkplan.domains import MOST
@@ -28,7 +28,7 @@ def plan_step(
     dp: int,
     cap: int,
     cost: CostModel | None = None,
-    targets: Sequence[int] | IntArray | None = None,
+    targets: Sequence[int] | Sequence[BoolArray] | IntArray | None = None,
     tokens: Sequence[IntArray] | None = None,
     step: int = 0,
     **options: Any,
@@ -44,8 +44,9 @@ def plan_step(
         dp: data-parallel ranks.
         cap: most tokens of a micro-batch, the chunk size.
         cost: the cost model; by default that of a 7B model on an H100. Keep it for all steps: its rates are cached.
-        targets: the target tokens of each sequence, [n]; by default all but its first token.
-        tokens: the token ids of each sequence, with share_prefixes=True; without `targets`.
+        targets: the target tokens of each sequence, [n], or the mask of these, bool [length] each; by default all but
+            its first token.
+        tokens: the token ids of each sequence, with share_prefixes=True; `targets` are then masks, or left out.
         step: its number, for messages.
         options: fields of `PlanConfig` that are of one step, such as `k`, `pp`, `cp`, `split`, `micro_batches` and
             `equal_sequences`.
@@ -61,7 +62,9 @@ def plan_step(
         told = f"cost is {type(cost).__name__}" if step >= 0 else f"step is {step}"
         raise UsageError(told, hint='give cost=CostModel(hardware="h100") or None, and steps from 0')
     num_tokens = whole_numbers(lengths, "lengths", 1)
-    counted = num_tokens - 1 if targets is None else whole_numbers(targets, "targets", 0)
+    masks = None if targets is None or not len(targets) or np.ndim(targets[0]) == 0 else _masks_of(targets, num_tokens)
+    given: Any = targets if masks is None else [each.sum() for each in masks]
+    counted = num_tokens - 1 if targets is None else whole_numbers(given, "targets", 0)
     if counted.size != num_tokens.size:
         raise UsageError(
             f"{counted.size} targets of {num_tokens.size} lengths", hint="give one number for each sequence"
@@ -80,29 +83,37 @@ def plan_step(
     block = StepBlock(step, 0, np.arange(num_tokens.size, dtype=np.int32), np.array([num_tokens.size]))
     config.check_layers(model.shape.num_layers, model.shape.name)
     check_shared(config, model)
-    dataset = Dataset(num_tokens, counted, None)
+    if config.share_prefixes and targets is None:
+        masks = [np.arange(length) > 0 for length in num_tokens]
+    dataset = Dataset(num_tokens, counted, None if masks is None else masks.__getitem__)
     if config.share_prefixes:
-        dataset = _with_tokens(dataset, tokens, targets is None)
+        dataset = _with_tokens(dataset, tokens, masks)
     tables = plan_block(block, dataset, config, model, lambda: False).tables
     (totals,) = tables["steps"].to_pylist()
     names = (name for name in ("chunks", "schedule", "prefixes") if name in tables and tables[name].num_rows)
     return step_of_rows(totals, *(next(rows_of_steps(tables[name]))[1] for name in names))
 
 
-def _with_tokens(dataset: Dataset, tokens: Sequence[IntArray] | None, counts_all: bool) -> Dataset:
-    """`dataset` with the `tokens` of its sequences, all of which count but the first of each."""
+def _masks_of(targets: Sequence[Any] | IntArray, num_tokens: IntArray) -> list[BoolArray]:
+    """The masks of sequences, whose first tokens are no targets; raises DataError where one is of another length."""
+    masks = [np.asarray(each, np.bool_) & (np.arange(len(each)) > 0) for each in targets]
+    for place, (mask, length) in enumerate(zip(masks, num_tokens.tolist(), strict=False)):
+        if mask.size != length:
+            hint = "give a bool for each token of a sequence"
+            raise DataError(f"targets[{place}] is a mask of {mask.size:,} tokens, not {length:,}", hint=hint)
+    return masks
+
+
+def _with_tokens(dataset: Dataset, tokens: Sequence[IntArray] | None, masks: list[BoolArray] | None) -> Dataset:
+    """`dataset` with the `tokens` of its sequences, and which of them are targets."""
     held = [np.asarray(each) for each in tokens or ()]
-    if [each.shape for each in held] != [(length,) for length in dataset.num_tokens.tolist()] or not counts_all:
+    lengths = [(length,) for length in dataset.num_tokens.tolist()]
+    if [each.shape for each in held] != lengths or masks is None:
         raise UsageError(
-            "share_prefixes needs the tokens of all sequences, and no targets",
+            "share_prefixes needs the tokens of all sequences, and of targets their masks",
             hint="give tokens=[...], an array of as many ids as its length says for each sequence",
         )
-    masks = [np.arange(each.size) > 0 for each in held]
-    return replace(
-        dataset,
-        mask=masks.__getitem__,
-        tokens_of=lambda sequence_id: (held[sequence_id].astype(np.int32), masks[sequence_id]),
-    )
+    return replace(dataset, tokens_of=lambda number: (held[number].astype(np.int32), masks[number]))
 
 
 def whole_numbers(values: Sequence[int] | IntArray, name: str, least: int) -> np.ndarray[Any, np.dtype[np.int32]]:

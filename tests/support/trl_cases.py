@@ -90,6 +90,7 @@ CASES = {
         {"prompt": PROMPTS},
         sampled(importance_sampling_level="sequence", num_iterations=2, entropy_coef=0.05),
     ),
+    "long": (GRPOTrainer, GRPOConfig, {"prompt": [words(44, place) for place in range(16)]}, sampled()),
     "rloo": (RLOOTrainer, RLOOConfig, {"prompt": PROMPTS}, sampled(beta=0.1)),
 }
 

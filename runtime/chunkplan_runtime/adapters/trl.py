@@ -54,26 +54,30 @@ _REFUSED = {
 _NEUTRAL = ("fused_lm_head", "use_cache", "return_dict")
 
 
-def with_chunks(trainer: type[Trainer], *, chunk_size: int, k: int = 1, kv_offload: bool = False) -> type[Any]:
+def with_chunks(
+    trainer: type[Trainer], *, chunk_size: int, k: int = 1, kv_offload: bool = False, share_prefixes: bool = False
+) -> type[Any]:
     """A subclass of a trainer of TRL that runs its model in chunks of at most `chunk_size` tokens.
 
     Of a sequence's chunks the last `k` hold activations at a time. `kv_offload`: keys and values of split sequences lie
-    in host memory. Generation runs as ever. Of several processes each has a whole model; they average gradients. Raises
-    UsageError: it is not one of `TRAINERS`, an argument is not what it may be; and when a trainer is made, of settings
-    and models that this cannot honour.
+    in host memory. `share_prefixes`: what sequences of a micro-batch begin with alike runs once. Generation runs as
+    ever. Of several processes each has a whole model; they average gradients. Raises UsageError: it is not one of
+    `TRAINERS`, an argument is not what it may be; and when a trainer is made, of settings and models that this cannot
+    honour.
     """
     if not issubclass(trainer, TRAINERS):
         hint = f"give one of {', '.join(each.__name__ for each in TRAINERS)}; SFT has ChunkTrainer"
         raise UsageError(f"{trainer.__name__} is no trainer whose log-probabilities are known here", hint=hint)
-    PlanConfig(chunk_size=chunk_size, k=k)  # raises
-    chosen = {"_sizes": {"chunk_size": chunk_size, "k": k}, "_kv_offload": kv_offload, "_executors": None}
+    sizes: Any = {"chunk_size": chunk_size, "k": k, "share_prefixes": share_prefixes}
+    PlanConfig(**sizes)  # raises
+    chosen = {"_sizes": sizes, "_kv_offload": kv_offload, "_executors": None}
     return type(trainer.__name__, (_InChunks, trainer), chosen)
 
 
 class _InChunks(Trainer):
     """The part of a trainer that gives its models another way to log-probabilities, and averages gradients."""
 
-    _sizes: dict[str, int]
+    _sizes: dict[str, int | bool]
     _kv_offload: bool
     _executors: list[Executor] | None
 

@@ -294,12 +294,10 @@ class PlanStream(IterableDataset[StepWork]):
         return [each[-1].chunks.get(each[-1].actions[-1].chunk_id) if each else None for each in works]
 
     def _with_tensors(self, work: RankWork, reader: TokenReader, prefixes: Prefixes) -> RankWork:
-        chunks, how = [*work.chunks.values()], (reader.gather, self._lengths, self._vocab_size, self._plan.path)
-        tensors = chunk_tensors(chunks, *how)
-        spans = {chunk_id: each.spans for chunk_id, each in tensors.items()}
-        for chunk_id, (joined, begun) in join_trees(chunks, spans, prefixes).items() if prefixes else ():
-            tensors[chunk_id] = replace(tensors[chunk_id], joined=joined, begun=begun)
-            self._compare_begun(tensors[chunk_id], reader)
+        how = reader.gather, self._lengths, self._vocab_size, self._plan.path
+        tensors = chunk_tensors([*work.chunks.values()], prefixes, *how)
+        for each in tensors.values():
+            self._compare_begun(each, reader)
         shared = [chunk for chunk in work.chunks.values() if chunk.cp_size > 1]
         parts: dict[int | None, list[Run]] = {}  # by its group, where each chunk of a shared sequence lies in it
         for chunk in shared:
@@ -348,6 +346,7 @@ class PlanStream(IterableDataset[StepWork]):
 
 def chunk_tensors(
     chunks: Sequence[Chunk],
+    prefixes: Prefixes,
     gather: Callable[[Int64Array, Int64Array, Int64Array], tuple[Int32Array, npt.NDArray[np.bool_]]],
     lengths_of: Callable[[Int64Array, Int64Array, Int64Array], Int64Array],
     vocab_size: int,
@@ -355,9 +354,10 @@ def chunk_tensors(
 ) -> dict[int, ChunkTensors]:
     """The tensors of chunks by chunk_id, of those with segments views of one for all of them.
 
-    In numpy passes over all of a rank's, with next to nothing done for each segment. `gather` gives the tokens of
-    segments, see `TokenReader.gather`, `lengths_of` the lengths of their sequences. Raises UsageError: a token is not
-    in the vocabulary; DataError: chunks of the plan `where` hold something else than it counted.
+    In numpy passes over all of a rank's, with next to nothing done for each segment. `prefixes`: those of the step.
+    `gather` gives the tokens of segments, see `TokenReader.gather`, `lengths_of` the lengths of their sequences. Raises
+    UsageError: a token is not in the vocabulary; DataError: chunks of the plan `where` hold something else than it
+    counted.
     """
     tensors = {chunk.chunk_id: padding_tensors() for chunk in chunks if not chunk.segments}
     chunks = [chunk for chunk in chunks if chunk.segments]
@@ -405,6 +405,10 @@ def chunk_tensors(
     by_chunk = [torch.split(tensor, np.diff(edges).tolist(), -1) for tensor in of_all]
     for chunk, ids, places, targets in zip(chunks, *by_chunk, strict=True):
         tensors[chunk.chunk_id] = ChunkTensors(ids, places, targets, tuple(islice(spans, len(chunk.segments))))
+    if prefixes:
+        own = {chunk.chunk_id: tensors[chunk.chunk_id].spans for chunk in chunks}
+        for chunk_id, (joined, begun) in join_trees(chunks, own, prefixes).items():
+            tensors[chunk_id] = replace(tensors[chunk_id], joined=joined, begun=begun)
     return tensors
 
 

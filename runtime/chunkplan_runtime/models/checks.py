@@ -210,21 +210,25 @@ def check_plan(config: Any, plan: Plan, router_loss: str | None = None) -> None:
             what = f"{uneven[0]} processes cannot share the model's {heads} {name} evenly"
             raise UsageError(what, where=where, hint="build the plan with the --model of this model")
     if plan.config.share_prefixes:
-        kinds = {
-            "layers keep a state": is_recurrent(config),
-            "tokens see those that come after them": is_bidirectional(config),
-            "routers have a load-balancing loss": router_loss not in (None, "none"),
-        }
-        for what in (what for what, has_it in kinds.items() if has_it):
-            message = f"sequences cannot share prefixes in a {config.model_type} model whose {what}"
-            hint = "build the plan without --share-prefixes"
-            hint += " or train with `--router-loss none`" if what.startswith("routers") else ""
-            raise UsageError(message, where=where, hint=hint)
+        check_prefixes(config, router_loss, "build the plan without --share-prefixes", where)
     groups = plan.chunks().column("group_id") if is_bidirectional(config) else None
     if groups is not None and groups.null_count < len(groups):
         what = "the plan splits sequences, and in this model tokens see those that come after them"
         hint = "build the plan with `--no-split`, and a --chunk-size of the longest sequence"
         raise UsageError(what, where=where, hint=hint)
+
+
+def check_prefixes(config: Any, router_loss: str | None, hint: str, where: str | None = None) -> None:
+    """Refuse a model of this transformers config whose sequences cannot share prefixes, with a UsageError."""
+    kinds = {
+        "layers keep a state": is_recurrent(config),
+        "tokens see those that come after them": is_bidirectional(config),
+        "routers have a load-balancing loss": router_loss not in (None, "none"),
+    }
+    for what in (what for what, has_it in kinds.items() if has_it):
+        message = f"sequences cannot share prefixes in a {config.model_type} model whose {what}"
+        hint += " or train with `--router-loss none`" if what.startswith("routers") else ""
+        raise UsageError(message, where=where, hint=hint)
 
 
 def plan_stream(

@@ -29,7 +29,7 @@ from chunkplan_runtime.execution.losses import Distillation, check_loss, find_lo
 from chunkplan_runtime.execution.step_loss import StepLoss
 from chunkplan_runtime.feed.scores import Scores
 from chunkplan_runtime.feed.stream import PlanStream, RankWork, StepWork, open_plan
-from chunkplan_runtime.models.checks import check_config, check_plan, max_positions, plan_stream
+from chunkplan_runtime.models.checks import check_config, check_plan, check_prefixes, max_positions, plan_stream
 from chunkplan_runtime.models.model import CausalLM, for_chunks
 from chunkplan_runtime.models.parts import has_adapters, whole_of
 from chunkplan_runtime.proof.prove import check_exact
@@ -193,7 +193,8 @@ class Executor:
         torch.no_grad there are forwards alone. Else a backward through the result runs the chunks forward and backward
         and adds to `.grad` of weights itself, in the modes that the model is in then; torch.autograd.grad finds
         nothing. Logits are divided by `temperature`. `with_more`: the rest of `TokenLogProbs`. `options`: others of
-        `plan_step`. Dropout draws anew in every call.
+        `plan_step`, such as share_prefixes=True, with which tokens that sequences begin with alike run once. Dropout
+        draws anew in every call.
 
         Raises:
             UsageError: these are not token ids and targets, the model does not take them, options do not go together,
@@ -213,6 +214,11 @@ class Executor:
         options |= {"cap": chunk_size, "k": k}
         work, num_targets = plan_work(kept, self._model.vocab_size, self._num_calls, **options)
         self._num_calls += 1
+        if options.get("share_prefixes"):
+            check_prefixes(self._model.config, None, "leave share_prefixes out")
+        if not self._model.is_causal and any(chunk.group_id is not None for chunk in work.chunks.values()):
+            hint = 'give a chunk_size of the longest sequence, and split="none"'
+            raise UsageError("in this model tokens see those that come after them, and a sequence is split", hint=hint)
         self._check_tokens(work, "give ids of the model's tokenizer, and no longer sequences")
         ranks = self._steps.ranks
         with self._at_work(temperature):

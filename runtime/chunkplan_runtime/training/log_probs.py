@@ -63,10 +63,8 @@ def plan_work(
             )
         tokens.append(ids.detach().cpu().numpy().astype(np.int32))
         masks.append(mask.cpu().numpy() & (np.arange(len(ids)) > 0))
-    before = [np.concatenate([[0], np.cumsum(mask)]) for mask in masks]  # targets before each token
     lengths = np.array([len(each) for each in tokens])
-    num_targets = [int(each[-1]) for each in before]
-    planned = plan_step(lengths, dp=1, cost=_COST, targets=num_targets, step=step, **options)
+    planned = plan_step(lengths, dp=1, cost=_COST, targets=masks, tokens=tokens, step=step, **options)
 
     def gather(ids: Int64Array, starts: Int64Array, stops: Int64Array) -> tuple[Int32Array, BoolArray]:
         runs = list(zip(ids.tolist(), starts.tolist(), stops.tolist(), strict=True))
@@ -74,15 +72,10 @@ def plan_work(
         wanted = [np.empty(0, np.bool_), *(masks[number][start:stop] for number, start, stop in runs)]
         return np.concatenate(found), np.concatenate(wanted)
 
-    chunks = {}
-    for chunk in planned.chunks[0]:  # whose targets were counted as if all tokens were some
-        num_own = 0
-        for each in chunk.segments:  # predicts the tokens up to the one after it, if there is one
-            count = before[each.sequence_id]
-            num_own += int(count[min(each.end + 1, len(count) - 1)] - count[each.start + 1])
-        chunks[chunk.chunk_id] = replace(chunk, num_target_tokens=num_own)
-    tensors = chunk_tensors([*chunks.values()], gather, lambda ids, *_: lengths[ids], vocab_size, Path("memory"))
-    return RankWork(step, 0, planned.actions[0, 0], chunks, tensors), sum(num_targets)
+    chunks = {chunk.chunk_id: chunk for chunk in planned.chunks[0]}
+    how = gather, lambda ids, *_: lengths[ids], vocab_size, Path("memory")
+    tensors = chunk_tensors([*chunks.values()], planned.prefixes, *how)
+    return RankWork(step, 0, planned.actions[0, 0], chunks, tensors), planned.num_target_tokens
 
 
 def named(columns: Tensor) -> TokenLogProbs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -55,6 +56,43 @@ def test_a_loss_of_one_s_own_has_the_value_and_gradients_of_whole_sequences(
         value.backward()
     assert value.item() == pytest.approx(expected.item(), rel=1e-12)
     assert_same_gradients(gradients_of(model), gradients_of(whole))
+
+
+@pytest.mark.parametrize(("chunk_size", "k"), [(8, 1), (8, 3), (64, 1)])
+def test_sequences_that_share_prefixes_run_these_once_and_have_the_same_gradients(chunk_size, k, new_model):
+    """Also one that is there twice, one that is another's beginning, and targets that only one of two has."""
+    stem = [*range(5, 55)]
+    ids = [
+        [*stem, 1, 2, 3, 4],
+        [*stem, 1, 2, 9, 9, 9, 9, 9],
+        [*stem, 1, 2, 3, 4],
+        stem,
+        [*stem[:40], 60, 61],
+        [7, 7, 7],
+    ]
+    firsts = [12, 12, 12, 12, 4, 1]
+    sequences = [(np.array(each), np.arange(len(each)) >= first) for each, first in zip(ids, firsts, strict=True)]
+    found, num_tokens = [], []
+    for share_prefixes in (False, True):
+        model = new_model()
+        executor = Executor.from_model(model)
+        seen: list[int] = []
+        model.model.layers[0].register_forward_pre_hook(lambda _, given, to=seen: to.append(given[0].shape[1]))
+        with evaluate_in_float64(model), torch.no_grad():
+            executor.log_probs(*as_tensors(sequences), chunk_size=chunk_size, k=k, share_prefixes=share_prefixes)
+        num_tokens.append(sum(seen))
+        with evaluate_in_float64(model):
+            given = executor.log_probs(
+                *as_tensors(sequences), chunk_size=chunk_size, k=k, share_prefixes=share_prefixes
+            )
+            value = with_entropy_bonus(tokens_of(given, sequences))
+            value.backward()
+        found.append((given, value, gradients_of(model)))
+    (apart, of_apart, reference), (shared, of_shared, gradients) = found
+    torch.testing.assert_close(shared.log_probs, apart.log_probs, rtol=1e-12, atol=1e-12)
+    assert of_shared.item() == pytest.approx(of_apart.item(), rel=1e-12)
+    assert_same_gradients(gradients, reference)
+    assert max(seen) <= chunk_size and num_tokens == [260, 107]
 
 
 def test_all_that_is_asked_for_is_what_logits_over_the_temperature_give(new_model, random_sequences):

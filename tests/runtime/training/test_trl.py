@@ -62,6 +62,19 @@ def test_steps_have_the_losses_and_weights_of_whole_sequences(case, new) -> None
         assert [after[name] for name in same] == pytest.approx([before[name] for name in same], rel=1e-6, abs=1e-9)
 
 
+def test_shared_prefixes_change_how_many_tokens_run_and_nothing_else(new) -> None:
+    found = []
+    for share_prefixes in (False, True):
+        trainer = new("long", CHUNKS | {"share_prefixes": share_prefixes})
+        with longest_forwards(trainer) as tokens:
+            _, weights, _ = run(trainer)
+        found.append((weights, sum(tokens)))
+        assert max(tokens) == CHUNK_SIZE
+    (weights, num_tokens), (same, fewer) = found
+    assert max((same[name] - each).norm() / each.norm().clamp(min=1e-300) for name, each in weights.items()) < 1e-12
+    assert fewer < 0.7 * num_tokens
+
+
 @pytest.mark.parametrize(("settings", "tolerance"), [({}, 1e-5), ({"bf16": True}, 0.02)])
 def test_in_float32_and_in_mixed_precision_only_rounding_differs(settings, tolerance, new) -> None:
     """With TRL's own kernel for log-probabilities, and one step, which decides nothing by rounding."""
