@@ -35,7 +35,7 @@ def test_planned_trees_are_exact_on_any_processes(case, seed, pool, tmp_path, ti
     write_analysis(tmp_path / "analysis", chance.sample(samples, len(samples)))
     settings = {"global_batch": len(samples), "chunk_size": chance.choice([24, 40, 120]), **settings}
     plan = build(tmp_path / "analysis", tmp_path / "plan", PlanConfig(share_prefixes=True, **settings))
-    assert next(plan.iter_steps()).prefixes
+    assert next(plan.iter_steps()).prefixes or plan.config.dp > 1  # where trees may be cut apart
     config = tiny_config(**four_layers({**MODELS[model], "max_position_embeddings": 256}))
     (tmp_path / "config.json").write_text(json.dumps(config))
     check(pool, world_size, {"plan": plan.path, "config": tmp_path / "config.json"}, evaluates=True, **how)

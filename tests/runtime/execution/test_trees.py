@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -13,7 +14,8 @@ from chunkplan.errors import DataError, UsageError
 from chunkplan.planfile.load import load_analysis
 from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.execution.losses import Distillation
-from chunkplan_runtime.feed.stream import open_plan
+from chunkplan_runtime.feed.stream import PlanStream, open_plan
+from chunkplan_runtime.kv.host_memory import HostMemory
 from chunkplan_runtime.models.checks import plan_stream
 from chunkplan_runtime.models.compiled import CompiledLayers
 from chunkplan_runtime.models.model import new_model
@@ -24,6 +26,7 @@ from chunkplan_runtime.proof.prove import relative_errors, take_gradients
 from chunkplan_runtime.training.executor import Executor
 from tests.runtime.attention.test_latents import SHARING
 from tests.runtime.test_parity import MODELS
+from tests.support.alive import store_bytes
 from tests.support.kept_attention import keeping_attention
 from tests.support.tree_cases import random_tree_plan, tree_of
 
@@ -194,3 +197,52 @@ def test_a_teacher_is_not_asked_of_tokens_that_sequences_share(small_tree, model
     executor = Executor(model("qwen2"))
     with pytest.raises(UsageError, match="in this plan sequences share prefixes"):
         executor.step(next(iter(executor.stream(*small_tree()))), Distillation(lambda *_: None))
+
+
+def test_pages_of_branches_are_given_back_before_the_next_ones_are_there(handmade_plan, model):
+    """Depth first a tree of any number of branches has pages of its trunk and one branch; forwards alone too."""
+    target = np.arange(13) >= 8
+    samples = [(np.array([*range(1, 9), *[number] * 5]), target) for number in range(20, 30)]
+    prefixes = {number: (number - 1, 7) for number in range(1, 10)}
+    chunks = [[(0, 0, 8)], [(0, 8, 13)], *([(number, 7, 13)] for number in range(1, 10))]
+    tree, actions = tree_of(chunks, prefixes, [False] * 11)
+    plan, analysis = handmade_plan(samples, [{0: chunks}], actions=actions, tree=tree)
+    executor = RankExecutor(model("qwen2"))
+    (work,) = next(iter(PlanStream(*open_plan(plan, analysis), vocab_size=97, max_positions=256))).ranks
+    seen = []
+
+    @contextmanager
+    def around(action):
+        yield
+        seen.append(store_bytes(executor.stores[0]))
+
+    executor.run(work, 50, around)
+    token = 2 * 2 * 2 * 8 * 8  # keys and values of 2 layers, of 2 heads of 8 numbers of 8 bytes
+    assert max(seen) == (2 * 8 + 6) * token  # of the trunk with gradients
+    seen.clear()
+    forward = executor._forward
+    executor._forward = lambda *given: (forward(*given), seen.append(store_bytes(executor.stores[0])))[0]
+    executor.evaluate(work, 50)
+    assert max(seen) == (8 + 6) * token
+    assert executor.stores[0].is_empty
+
+
+@pytest.mark.parametrize("name", ["gpt_oss, sinks", "deepseek_v3, latents"])
+def test_all_host_memory_of_a_step_is_taken_before_it_begins(name, model, tree_plan, monkeypatch):
+    executor, taken = RankExecutor(model(name), kv_offload=True), []
+    reserve, new = HostMemory.reserve, HostMemory._new
+
+    def reserve_all(memory, *given):
+        reserve(memory, *given)
+        taken.clear()
+
+    monkeypatch.setattr(HostMemory, "reserve", reserve_all)
+    monkeypatch.setattr(HostMemory, "_new", lambda memory, *kind: (taken.append(kind), new(memory, *kind))[1])
+    for seed in range(6):
+        stream = PlanStream(*open_plan(*tree_plan(seed, chunk_size=8)), vocab_size=97, max_positions=256)
+        (work,) = next(iter(stream)).ranks
+        executor.evaluate(work, 50)
+        assert taken == []
+        executor.memory = None  # with none of an evaluation
+        executor.run(work, 50)
+        assert taken == []
