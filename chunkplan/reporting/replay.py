@@ -220,6 +220,8 @@ def describe_replays(replays: Sequence[Replay], dp: int, step: int, *, planned: 
         )
     spans = "  ".join(f"{each.makespan / 1e6:8.2f} s" for each in shown)
     lines.append(f"{'done after':24}  {spans}")
+    if extra := slowest.planned.extra_forward:
+        lines.append(f"measured waiting includes the forwards for the loss, {extra / 1e6:.2f} s as the plan predicts")
     if dp > 1:
         ends = [each.measured.makespan / 1e6 for each in replays]
         lines.append(f"pipelines were done after {min(ends):.2f} to {max(ends):.2f} s")

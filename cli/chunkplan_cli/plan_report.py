@@ -148,7 +148,7 @@ def note_loss(analysis: Analysis, given: Mapping[str, Any]) -> None:
         check_samples(given["loss"], analysis.samples, str(analysis.path))
     elif analysis.samples is not None:
         usual, kind = USUAL[analysis.samples], IN_WORDS[analysis.samples]
-        note(f"predicted for the loss {usual}, as the data are {kind}; --loss names another")
+        note(f"loss: {usual}, as the data are {kind}; --loss names another")
 
 
 #: Sources of a mix that are listed.

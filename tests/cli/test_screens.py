@@ -29,6 +29,7 @@ COMMANDS = {
     "analyze-rejected": "analyze texts.jsonl bad.jsonl --tokenizer tokenizer --on-error skip --output new",
     "analyze-error": "analyze bad.jsonl --tokenizer tokenizer --output new",
     "build": f"build {CHUNKS} --dp 2 --pp 2 --dry-run",
+    "build-pairs": f"build pairs {CHUNKS} --dry-run --lora-rank 8",
     "build-does-not-fit": "build lengths.npy --chunk-size 2048 --k 1 --dry-run",
     "inspect": "inspect",
     "inspect-analysis": "inspect chunkplan-out/analysis",
@@ -57,8 +58,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("screens")
     texts = [{"text": f"a text, number {number} of a few. " * (number % 5 + 1)} for number in range(30)]
     texts.append({"text": "one and two and three " * 700})
+    pairs = [{"prompt": "x " * number, "chosen": "a b c", "rejected": "d"} for number in range(20, 420, 20)]
     chat = [{"role": "user", "content": "What is 1 + 1?"}, {"role": "assistant", "content": "2."}]
-    for name, records in (("texts", texts), ("chat", [{"messages": chat, "id": 7}])):
+    for name, records in (("texts", texts), ("pairs", pairs), ("chat", [{"messages": chat, "id": 7}])):
         (made / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     (made / "bad.jsonl").write_text('{"text": "fine"}\n{"text": " "}\n[1]\n{"text": 3}\n{\n')
     shutil.copytree(ROOT / "sample_data" / "tokenizer", made / "tokenizer")
@@ -66,6 +68,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     np.save(made / "lengths.npy", np.geomspace(50, 100_000, 400).astype(np.int32))
     for words in (
         "analyze texts.jsonl --tokenizer tokenizer",
+        "analyze pairs.jsonl --tokenizer tokenizer --output pairs",
         f"build {CHUNKS} --dp 2 --pp 2",
         f"build {CHUNKS} --dp 4 --output other",
         f"build {CHUNKS} --pp 8 --schedule 1f1b --output deep",
