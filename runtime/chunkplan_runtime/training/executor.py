@@ -118,7 +118,8 @@ class Executor:
             DataError: plan or analysis are damaged or do not belong together.
         """
         pin_memory = self._model.device.type == "cuda"
-        return plan_stream(self._model.config, *open_plan(plan, analysis), pin_memory=pin_memory)
+        how: Any = {"router_loss": self._how["router_loss"], "pin_memory": pin_memory}
+        return plan_stream(self._model.config, *open_plan(plan, analysis), **how)
 
     def step(
         self,
@@ -246,7 +247,7 @@ class Executor:
             raise UsageError(f"expected a step of a plan, not {type(work).__name__}", hint=hint)
         _check_weights(self._model.model)
         if work.plan.content_hash not in self._plans:
-            check_plan(self._model.config, work.plan)
+            check_plan(self._model.config, work.plan, self._how["router_loss"])
             self._plans.add(work.plan.content_hash)
         for rank in work.ranks:
             self._check_tokens(rank, "take steps from `executor.stream(PLAN)`, which says what to change")

@@ -193,6 +193,15 @@ def test_models_that_are_not_exact_with_trees_are_refused_by_name(config, router
     assert "--share-prefixes" in raised.value.hint
 
 
+def test_a_step_with_trees_is_refused_where_routers_have_a_loss(small_tree, model):
+    made = model("qwen3_moe")
+    work = next(iter(Executor(made).stream(*small_tree())))
+    executor = Executor(made, router_loss="batch")
+    for refused in (lambda: executor.stream(*small_tree()), lambda: executor.step(work)):
+        with pytest.raises(UsageError, match="whose routers have a load-balancing loss"):
+            refused()
+
+
 def test_a_teacher_is_not_asked_of_tokens_that_sequences_share(small_tree, model):
     executor = Executor(model("qwen2"))
     with pytest.raises(UsageError, match="in this plan sequences share prefixes"):
