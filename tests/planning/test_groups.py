@@ -98,6 +98,7 @@ def test_groups_of_one_make_the_steps_of_ordinary_data(number: int, global_batch
         dp=st.integers(1, 3),
         pp=st.integers(1, 2),
         seed=st.integers(0, 3),
+        share_prefixes=st.booleans(),
         loss=st.sampled_from(["sft", "dapo", "own"]),
         mix=st.sampled_from([None, {"d0.jsonl": 0.5}, {"d1.jsonl": 3, "d0.jsonl": 1}]),
         holdout=st.sampled_from([None, 2, 0.3]),

@@ -36,7 +36,7 @@ def write_analysis(folder: Path, sequences: Iterable[tuple[Any, Any]]) -> Path:
 def write_groups(folder: Path, sizes: Sequence[int], lengths: Sequence[int] = (5, 9, 40), num_sources: int = 1) -> Path:
     """Rollouts in groups of so many sequences, of `lengths` in turn, dealt to the sources d0.jsonl, d1.jsonl, ...
 
-    Sequences of groups stand mixed up, a group's in one source.
+    Sequences of groups stand mixed up, those of one in one source, and begin alike for a third of their tokens.
     """
     folder.mkdir(parents=True, exist_ok=True)
     random, writer = np.random.default_rng(0), AnalysisWriter(folder, "rollouts", ["group"])
@@ -47,6 +47,7 @@ def write_groups(folder: Path, sizes: Sequence[int], lengths: Sequence[int] = (5
     for place, group in enumerate(order.tolist()):
         source, num_tokens = group % num_sources, lengths[place % len(lengths)]
         ids = random.integers(0, 50, num_tokens, dtype=np.int32)
+        ids[: num_tokens // 3] = np.arange(num_tokens // 3) + group  # the prompt
         is_target = np.arange(num_tokens) > num_tokens // 3
         writer.add(source, int(records[source]), ids, is_target, group=int(first[group]))
         records[source] += 1
