@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
+
 import pytest
 
-from chunkplan import PlanConfig, build
+from chunkplan import PlanConfig, build, load_plan
 from chunkplan_runtime.parity import TOLERANCE
 from tests.support.loss_cases import CASES, LENGTHS, compare_with_trl, write_samples
 
@@ -18,12 +20,22 @@ LAYOUTS = {
     "two ranks": {"dp": 2, "k": 1},
 }
 
+#: Prefixes are shared by rollouts of one prompt, and targets in them: each rollout has its own numbers there.
+TREES = {"k": 1, "share_prefixes": True, "schedule": "algorithm2"}
+
 
 @pytest.fixture(scope="module")
 def plan_of(tmp_path_factory, tiny_config, random_sequences):
     def make(name, **how):
         folder = tmp_path_factory.mktemp("losses")
         sequences = random_sequences(LENGTHS, seed=3)
+        if how.get("share_prefixes"):
+            sequences = [
+                (np.r_[first[:17], own[17:]], np.r_[target[:17], of_own[17:]])
+                for group in (0, 3)
+                for first, target in [sequences[group + 2]]
+                for own, of_own in sequences[group : group + 3]
+            ]
         write_samples(folder / "analysis", name, sequences)
         settings = {"chunk_size": 8, "global_batch": len(LENGTHS), "cp": "off", **how}
         build(folder / "analysis", folder / "plan", PlanConfig(**settings))
@@ -47,3 +59,13 @@ def test_loss_and_gradients_are_those_of_trl(pool, plan_of, name, layout):
     for value, expected, error in pool.run(world_size, compare_with_trl, **plan_of(name, **how), name=name):
         assert value == pytest.approx(expected, rel=1e-12)
         assert error <= TOLERANCE
+
+
+@pytest.mark.parametrize("k", [1, 2])
+@pytest.mark.parametrize("name", ["grpo", "ppo", "gspo", "grpo with a reference"])
+def test_so_they_are_where_rollouts_of_a_prompt_share_it(pool, plan_of, name, k):
+    plan = plan_of(name, **{**TREES, "k": k})
+    assert load_plan(plan["plan"]).manifest["totals"]["num_tokens"] == sum(LENGTHS)
+    [(value, expected, error)] = pool.run(1, compare_with_trl, **plan, name=name)
+    assert value == pytest.approx(expected, rel=1e-12)
+    assert error <= TOLERANCE
