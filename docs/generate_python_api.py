@@ -197,7 +197,9 @@ A loss is a function of the log-probabilities of all target tokens of a step, an
 chunks run; `TargetTokens` is below. A first forward of all chunks, which keeps no activations, gives them; gradients
 are exact for whatever autograd can differentiate. With peft's adapters,
 `executor.step(work, loss, with_reference=True)` gives `tokens.reference` too. On many processes, and pipelines:
-`chunkplan train --loss examples/own_loss.py:mean_of_sequences`.
+`chunkplan train --loss examples/own_loss.py:mean_of_sequences`. Names of [losses](training.md#losses-by-name) stand for
+functions of `chunkplan_runtime.execution.losses`: `executor.step(work, "dpo", reference=Scores("scores"))`, or
+`partial(dpo, beta=0.3)`. A loss may return metrics too, which `executor.metrics` has.
 
 ```python
 Executor.from_model(model, *, checkpointing="none", kv_offload=False, router_loss=None, seed=0)
