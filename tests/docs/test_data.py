@@ -17,6 +17,7 @@ from chunkplan.intake.backends import BACKENDS
 from chunkplan.intake.records import REASONS
 from chunkplan.intake.schemas import SCHEMAS
 from chunkplan.intake.schemas.messages import ROLES
+from chunkplan.intake.schemas.rollouts import ROLLOUT_ROLES
 from chunkplan.intake.sources import COMPRESSIONS, describe
 from tests.support.intake_checks import marked_texts
 from tests.support.places import ROOT
@@ -69,7 +70,7 @@ def test_the_screens_are_what_the_commands_print(here: Path, needing: str) -> No
 def test_the_records_become_what_is_shown(tmp_path: Path) -> None:
     [block] = re.findall(r"⏎ is a line end:\n\n```text\n(.*?)```", DATA, re.S)
     shown: dict[str, str] = {}
-    for record, line in (example.split("\n") for example in block.strip().split("\n\n")):
+    for record, line, *others in (example.split("\n") for example in block.strip().split("\n\n")):
         json.loads(record)
         (tmp_path / "data.jsonl").write_text(record + "\n", encoding="utf-8")
         analysis = chunkplan.analyze([tmp_path / "data.jsonl"], tmp_path / "analysis", tokenizer=TOKENIZER)
@@ -79,7 +80,7 @@ def test_the_records_become_what_is_shown(tmp_path: Path) -> None:
         if not analysis.has_tokens:
             assert sequence == f"{analysis.num_tokens[0]:,} tokens"
             continue
-        assert [sequence] == marked_texts(analysis)
+        assert [sequence, *others] == marked_texts(analysis)
     assert shown.keys() == SCHEMAS.keys()
     for name in SCHEMAS:
         assert f"**{name}**" in DATA
@@ -101,6 +102,9 @@ def test_the_tables_are_complete() -> None:
     roles = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", DATA.split("| role | names")[1].split("\n\n")[0], re.M))
     named = {name: role for role, names in roles.items() for name in re.findall(r"`(\w+)`", names)}
     assert named == {**ROLES, "developer": "system"}
+    rows = DATA.split("| role | names in the data |")[2].split("\n\n")[0].splitlines()[2:]
+    named_keys = {row.split("`")[1]: re.findall(r"`(\w+)`", row.split("|")[2]) for row in rows}
+    assert named_keys == {role: [*keys] for role, keys in ROLLOUT_ROLES.items() if role != "response_length"}
     backends = DATA.split("| `--tokenizer` |")[1].split("\n\n")[0].splitlines()[2:]
     assert len(backends) == len(BACKENDS)
 
