@@ -217,14 +217,16 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _token_rows(batch: pa.RecordBatch) -> list[Row]:
-    """Like `_rows`, for records of token ids: lists of whole numbers that fit int32 become int32 arrays, [n]."""
+    """Like `_rows`, for records of token ids: lists of whole numbers that fit int32 become int32 arrays, [n], and
+    lists of other numbers arrays of these."""
     names = [name for name in batch.schema.names if _are_numbers(batch.column(name))]
     others = batch.drop_columns(names)
     found: list[Row] = _rows(others) if others.num_columns else [{} for _ in range(len(batch))]
     for name in names:
         column = batch.column(name)
         present = is_valid(column)
-        values = to_numpy(column.flatten()).astype(np.int32)  # without what is behind a null
+        values = to_numpy(column.flatten())  # without what is behind a null
+        values = values if values.dtype.kind == "f" else values.astype(np.int32)
         offsets = offsets_of(np.where(present, np.diff(to_numpy(column.offsets)), 0)).tolist()
         for index, row in enumerate(found):
             if present[index] and isinstance(row, dict):
@@ -233,15 +235,18 @@ def _token_rows(batch: pa.RecordBatch) -> list[Row]:
 
 
 def _are_numbers(column: pa.Array) -> bool:
-    """True if a column has lists of whole numbers that all fit int32."""
+    """True if a column has lists of whole numbers that all fit int32, or lists of other numbers."""
     kind = column.type
     if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
         return False
-    if not (pa.types.is_integer(kind.value_type) or pa.types.is_boolean(kind.value_type)):
+    is_whole = pa.types.is_integer(kind.value_type) or pa.types.is_boolean(kind.value_type)
+    if not (is_whole or pa.types.is_floating(kind.value_type)):
         return False
     values = column.flatten()
     numbers = to_numpy(values)
-    return not values.null_count and (not numbers.size or (numbers.min() >= _INT32.min and numbers.max() <= _INT32.max))
+    if values.null_count or not is_whole:
+        return not values.null_count
+    return bool(not numbers.size or (numbers.min() >= _INT32.min and numbers.max() <= _INT32.max))
 
 
 def _mark(column: pa.Array) -> pa.Array:

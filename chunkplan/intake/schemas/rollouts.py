@@ -120,13 +120,13 @@ def _numbers(values: Any, key: str, target: BoolArray, num_response: int) -> Flo
     if num_missing and len(values) != num_response:
         expected = f"{len(target)} tokens" + (f", {num_response} of them sampled" if num_response < len(target) else "")
         wrong(f"`{key}` has {len(values)} entries, and there are {expected}")
-    if not {*map(type, values)} <= {int, float, type(None), np.int32}:
+    if not (isinstance(values, np.ndarray) or {*map(type, values)} <= {int, float, type(None)}):
         kind = next(value for value in values if type(value) not in (int, float, type(None)))
         wrong(f"`{key}` has {json_type(kind)} in it, expected numbers")
     numbers = np.concatenate([np.zeros(num_missing), np.array(values, np.float64)])
     if (at := _first(~np.isfinite(numbers) & target)) is not None:
-        found = values[at - num_missing]
-        wrong(f"`{key}[{at - num_missing}]` is {'null' if found is None else found}, expected a finite number")
+        found = "null" if values[at - num_missing] is None else numbers[at]
+        wrong(f"`{key}[{at - num_missing}]` is {found}, expected a finite number")
     if (at := _first(np.isinf(numbers))) is not None:
         wrong(f"`{key}[{at - num_missing}]` is {numbers[at]}, expected a finite number")
     return np.where(target, numbers, 0).astype(np.float32)

@@ -208,7 +208,9 @@ def _refuse_mark(name: str, value: Any, input_ids: Int32Array, marks: _Marks) ->
 def _numbers(values: Any, path: str, *, is_mask: bool = False) -> Int32Array:
     """The whole numbers of 32 bits in the list `values`, found at `path`: int32 [n]. A mask may have true and false."""
     if isinstance(values, np.ndarray):
-        return values
+        if values.dtype.kind != "f":
+            return values
+        values = values.tolist()
     if type(values) is not list:
         wrong(f"`{path}` is {json_type(values)}, expected a list of whole numbers")
     kinds = set(map(type, values))
