@@ -186,7 +186,10 @@ trainer = with_plan(Trainer, "chunkplan-out/plan")(
 )""",
     "trl": """from chunkplan_runtime.adapters.transformers import with_plan_step
 # args = SFTConfig("run", padding_free=True, max_length=None):
-trainer = with_plan_step(SFTTrainer, cap=16384)(model, args, train_dataset=rows)""",
+trainer = with_plan_step(SFTTrainer, cap=16384)(model, args, train_dataset=rows)
+# DPOTrainer, KTOTrainer, GRPOTrainer, RLOOTrainer, in chunks (docs/rl.md):
+from chunkplan_runtime.adapters.trl import with_chunks
+trainer = with_chunks(DPOTrainer, chunk_size=8192)(model, args=DPOConfig("run"), train_dataset=pairs)""",
 }
 
 

@@ -32,6 +32,7 @@ EXCEPTIONS = {
     ("chunkplan_runtime.adapters.transformers", "chunkplan.lengths"),
     ("chunkplan_runtime.adapters.transformers", "chunkplan.planning.step"),
     ("chunkplan_runtime.adapters.transformers", "chunkplan.planning.whole"),
+    ("chunkplan_runtime.training.log_probs", "chunkplan.planning.step"),
     ("chunkplan.intake.backends.huggingface", "transformers"),
     ("chunkplan.adapters.verl", "torch"),
 }

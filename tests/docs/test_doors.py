@@ -30,6 +30,26 @@ def test_the_table_has_every_framework_and_the_page_its_line() -> None:
         assert any((folder / path).is_file() for folder in (ROOT, ROOT / "runtime") for path in found), line
 
 
+@pytest.mark.docs
+@pytest.mark.filterwarnings("ignore")
+def test_the_loops_of_the_page_on_reinforcement_learning_train(tmp_path, monkeypatch, tiny_config) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "sample_data" / "tokenizer")
+    AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**tiny_config() | {"vocab_size": len(tokenizer)})
+    ).save_pretrained(tmp_path / "path/to/model")
+    tokenizer.save_pretrained(tmp_path / "path/to/model")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    options = '"run", use_cpu=True, bf16=False, max_steps=1, report_to="none", max_completion_length=4, '
+    names = {"reward": lambda completions, **_: [float(len(each)) for each in completions]}
+    names["prompts"] = Dataset.from_dict({"prompt": ["Say one thing, and then another one."] * 8})
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "rl.md").read_text(encoding="utf-8"), re.S)
+    for block in blocks:
+        exec(block.replace('"run", ', options), names)
+    assert names["trainer"].state.global_step == 1
+    assert sum(weight.grad is not None for weight in names["model"].parameters()) > 5
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_stock_trainers_train_planned_steps_by_the_lines_of_the_page(tmp_path, monkeypatch, tiny_config) -> None:
     """On one process of a CPU: an epoch of a plan of four micro-batches, and three that are planned as they go."""
