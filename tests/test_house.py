@@ -22,7 +22,7 @@ BUDGETS = {
     ("chunkplan/cost/", "chunkplan/tuning/"): 7_190,
     ("chunkplan/schedule/", "chunkplan/validation/", "chunkplan/simulation.py"): 6_255,
     ("chunkplan/config/", "chunkplan/options.py", "chunkplan/domains.py"): 1_540,
-    ("",): 64_322,
+    ("",): 64_333,
 }
 MOST_FILES = 325
 
