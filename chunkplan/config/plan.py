@@ -354,13 +354,9 @@ class PlanConfig(Options):
                 )
 
     def _check_prefixes(self) -> None:
-        """Refuse what has no order for trees, or cuts nothing where a tree is cut.
-
-        `auto` is 1f1b, and attention is not kept.
-        """
+        """Refuse what has no order for trees, or cuts nothing where a tree is cut. `auto` is 1f1b."""
         if not self.share_prefixes:
             return
-        object.__setattr__(self, "keep_attention", "off")
         if self.schedule == "auto":
             object.__setattr__(self, "schedule", "1f1b")
         if self.schedule not in TREE_SCHEDULES:

@@ -144,8 +144,11 @@ def overview_rows(
         ("steps", _steps(summary, config)),
         ("data", f"{size}: {summary.num_tokens:,} tokens, {summary.num_target_tokens:,} of them targets"),
         *selection_words(config, num_held_out=selection["num_held_out"], num_sequences=selection["num_sequences"]),
-        ("chunks", _chunks(summary)),
+        ("chunks", _chunks(summary, "group" if config.share_prefixes else "long sequence")),
     ]
+    if config.share_prefixes:
+        run, whole = manifest["totals"]["num_run_tokens"], summary.num_tokens
+        rows.append(("prefixes", f"shared: {run:,} tokens are run, {percent((whole - run) / whole)} fewer"))
     if summary.num_shared_sequences:
         shared = f"{summary.num_shared_sequences:,}, each run by several ranks: {percent(summary.shared_work_share)}"
         rows.append(("shared sequences", f"{shared} of the work"))
@@ -186,10 +189,10 @@ def _steps(summary: PlanSummary, config: PlanConfig) -> str:
     return words
 
 
-def _chunks(summary: PlanSummary) -> str:
+def _chunks(summary: PlanSummary, split: str) -> str:
     words = [f"{summary.num_standalone - summary.num_zero_loss:,} of whole sequences"]
     if summary.num_dependent:
-        words.append(f"{summary.num_dependent:,} parts of {counted(summary.num_groups, 'long sequence')}")
+        words.append(f"{summary.num_dependent:,} parts of {counted(summary.num_groups, split)}")
     words += [f"{summary.num_zero_loss:,} empty"] if summary.num_zero_loss else []
     return f"{summary.num_chunks:,}, {percent(summary.token_fill)} full: {', '.join(words)}"
 
@@ -198,6 +201,7 @@ def _exceeding(summary: PlanSummary, config: PlanConfig) -> str:
     steps = f"{summary.num_exceeding_steps:,} of {counted(summary.num_steps, 'step')}"
     even = "even shared as it is " if summary.num_shared_sequences else ""
     can_share = config.dp > 1 and config.schedule in ORDERS_OF_GROUPS and config.balance != "search"
+    can_share &= not config.share_prefixes
     return (
         f"in {steps} one costs {even}more than a rank's share, which no assignment can balance: "
         f"{percent(summary.exceeding_share)} of the imbalance"

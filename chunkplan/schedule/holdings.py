@@ -46,7 +46,8 @@ CHANGES = np.array([_CHANGES[op] for op in OPS], np.int64)
 def kv_tokens(chunks: Chunks) -> Int64Array:
     """The tokens whose keys and values come and go with each chunk, int64 [2, n], by `START` and `END`.
 
-    With every chunk of a group come its own; with the first one go those of the whole group.
+    With every chunk of a group come its own; with the first one go those of the whole group, unless it is a tree: then
+    each chunk's own go with it.
     """
     tokens = np.zeros((2, chunks.num_tokens.size), np.int64)  # [2, n]
     for rank in range(chunks.rank_chunks.size - 1):
@@ -55,7 +56,10 @@ def kv_tokens(chunks: Chunks) -> Int64Array:
             stop = min(unit_end(chunks.group_id, start), end)
             if chunks.group_id[start] >= 0:
                 copy_to(tokens[START, start:stop], chunks.num_tokens[start:stop])
-                tokens[END, start] = np.sum(tokens[START, start:stop])
+                if np.all(chunks.last_dependent[start:stop] == stop - start - 1):
+                    tokens[END, start] = np.sum(tokens[START, start:stop])
+                else:
+                    copy_to(tokens[END, start:stop], chunks.num_tokens[start:stop])
             start = stop
     return tokens
 
@@ -108,7 +112,8 @@ def stage_snapshots(
     """Tokens that a stage holds at the start of each of its actions: int64 [actions of the stage, 2, 8].
 
     The backward of the last chunk of a group allocates the gradients of all its keys and values, layer by layer, and
-    frees the activations of that chunk meanwhile: such a backward has its end as well, others zeros there.
+    frees the activations of that chunk meanwhile: such a backward has its end as well, others zeros there. In a tree
+    that of each chunk allocates those of the keys and values that it attends to, where there are none yet.
     """
     first_chunk, first_action = chunks.rank_chunks[rank], actions.stages[rank * num_stages + stage]
     held = stage_holdings(chunks, kv, actions, rank, stage, num_stages)
@@ -122,6 +127,11 @@ def stage_snapshots(
         is_backward = op in (BACKWARD, BACKWARD_INPUT)
         if is_backward and kv[START, first_chunk + chunk] > 0 and not has_gradients[chunk]:
             num_gradients += _mark_group(kv[:, first_chunk:], chunk, has_gradients)
+            index = chunks.group_index[first_chunk + chunk]
+            for other in range(chunk - index, chunk):  # of a tree, those that it depends on
+                if not has_gradients[other] and chunks.last_dependent[first_chunk + other] >= index:
+                    has_gradients[other] = True
+                    num_gradients += kv[END, first_chunk + other]
             copy_to(found[action, END], found[action, START])
             found[action, END, KV_GRADIENTS] = num_gradients
             if op == BACKWARD:

@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 import chunkplan.planning.trees as trees_module
 from chunkplan import CostModel, PlanConfig, build, plan_step, validate
 from chunkplan.errors import UsageError
+from chunkplan.planfile.chunks import chunks_of_rows
 from chunkplan.planning.branches import Branches, cut_tree, kept_chunks
 from chunkplan.planning.trees import Tree, find_trees
+from chunkplan.schedule.holdings import kv_tokens
 from tests.support.plain import plain_cost
 from tests.support.tree_search import every_cut, least_again
 from tests.support.trees import Sequences, build_trees, rollouts, traces
@@ -172,7 +174,7 @@ def test_without_equal_tokens_a_plan_is_the_one_without_trees(tmp_path: Path) ->
     random = np.random.default_rng(0)
     made = [(random.integers(0, 1000, n), np.arange(n) > 0) for n in random.integers(1, 300, 40).tolist()]
     with_trees = build_trees(tmp_path, made, dp=2)
-    config = PlanConfig(chunk_size=64, k=2, global_batch=16, dp=2, cp="off", tail_sharing=False, keep_attention="off")
+    config = PlanConfig(chunk_size=64, k=2, global_batch=16, dp=2, cp="off", tail_sharing=False)
     without = build(tmp_path / "analysis", tmp_path / "other", config, cost=plain_cost())
     assert with_trees.chunks().drop_columns("last_dependent") == without.chunks()
     assert with_trees.schedule() == without.schedule()
@@ -220,3 +222,19 @@ def test_trees_need_tokens_and_attention(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="has recurrent layers"):
         build(tmp_path / "analysis", tmp_path / "plan", config, cost=CostModel(shape=recurrent))
     assert PlanConfig(chunk_size=64, k=1, pp=2, schedule="auto", share_prefixes=True).schedule == "1f1b"
+
+
+def test_keys_and_values_of_a_branch_go_with_its_own_backward() -> None:
+    """Those of a prompt stay until all branches are done: what is held at most is the prompt and a branch."""
+    ids = [each for each, _ in rollouts(np.random.default_rng(0), [128], 12, 60)]
+    step = plan_step([each.size for each in ids], tokens=ids, share_prefixes=True, dp=1, cap=128, k=2)
+    chunks = chunks_of_rows(step.chunks[0])
+    assert chunks.last_dependent.tolist() == [chunks.group_size[0] - 1, *range(1, chunks.group_size[0])]
+    comes, goes = kv_tokens(chunks)
+    held = most = 0
+    for action in step.actions[0, 0]:
+        held += comes[action.chunk_id] if action.op.startswith("forward") else 0
+        most = max(most, held)
+        held -= goes[action.chunk_id] if action.op == "backward" else 0
+    assert held == 0
+    assert most <= 256 < chunks.num_tokens.sum() - 128
