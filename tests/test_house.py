@@ -20,11 +20,11 @@ BUDGETS = {
     ("chunkplan/intake/",): 11_760,
     ("chunkplan/reporting/", "cli/"): 10_190,
     ("chunkplan/cost/", "chunkplan/tuning/"): 7_190,
-    ("chunkplan/schedule/", "chunkplan/validation/", "chunkplan/simulation.py"): 6_255,
+    ("chunkplan/schedule/", "chunkplan/validation/", "chunkplan/simulation.py"): 6_540,
     ("chunkplan/config/", "chunkplan/options.py", "chunkplan/domains.py"): 1_540,
-    ("",): 64_333,
+    ("",): 64_623,
 }
-MOST_FILES = 325
+MOST_FILES = 328
 
 #: Of `dict[str, Any]` there are no more than now: it is for JSON of any shape and for keyword arguments.
 MOST_UNTYPED_DICTS = 51
