@@ -133,7 +133,8 @@ def _say_what_was_read(analysis: Analysis, beside: Sequence[str]) -> None:
     _warn_of_lost(lost)
     _warn_of_sources([source for source in all_sources if not _is_lost(source)])
     if sharing := _left_out(sources, "shared"):
-        note(*_beside(f"one token holds the end of a prompt and the begin of an answer {sharing}", "(it is trained)"))
+        shared = "one token holds the end of a prompt and the begin of an answer"
+        note(*_beside(shared, f"({sharing}; it is trained)"))
     _warn_of_left_out(sources)
 
 

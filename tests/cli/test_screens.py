@@ -28,6 +28,7 @@ COMMANDS = {
     "analyze-sample": "analyze lengths.npy --sample 0.5 --output new",
     "analyze-rejected": "analyze texts.jsonl bad.jsonl --tokenizer tokenizer --on-error skip --output new",
     "analyze-error": "analyze bad.jsonl --tokenizer tokenizer --output new",
+    "analyze-pairs": "analyze pairs.jsonl --tokenizer tokenizer --output new",
     "build": f"build {CHUNKS} --dp 2 --pp 2 --dry-run",
     "build-pairs": f"build pairs {CHUNKS} --dry-run --lora-rank 8",
     "build-does-not-fit": "build lengths.npy --chunk-size 2048 --k 1 --dry-run",
@@ -38,6 +39,7 @@ COMMANDS = {
     "inspect-chunk": "inspect --step 1 --rank 0 --chunk 2 --text",
     "inspect-record": "inspect --record texts.jsonl:2 --tokenizer tokenizer",
     "inspect-record-of-messages": "inspect --record chat.jsonl:1 --tokenizer tokenizer",
+    "inspect-record-of-a-pair": "inspect --record pairs.jsonl:1 --tokenizer tokenizer",
     "simulate": "simulate --step 1",
     "simulate-lengths": "simulate --lengths 1024,1024,2048,4096 --pp 4 --cost unit --chunk-size 2048 --k 2",
     "simulate-virtual-stages": "simulate --lengths 1024,2048,4096 --pp 2 --cost unit --chunk-size 2048 --k 2 "
@@ -49,6 +51,7 @@ COMMANDS = {
     "tune": "tune few.npy --dp 2 --chunk-sizes 8192 --ks 1,4 --global-batch 16",
     "gain": "gain few.npy --gpus 2 --chunk-sizes 8192 --ks 1 --global-batch 16",
     "export": "export --to jsonl --allow-split",
+    "export-of-pairs": "export pairs --to jsonl --chunk-size 64",
 }
 
 
