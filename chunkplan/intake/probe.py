@@ -23,7 +23,7 @@ from chunkplan.intake.records import JsonObject, RecordError, Rejected
 from chunkplan.intake.schemas import RecordLayout, detect, parse
 from chunkplan.intake.schemas.detection import columns_inside, is_null, refuse_missing
 from chunkplan.intake.schemas.fields import TRY, LayoutError
-from chunkplan.intake.schemas.rollouts import numbers_of
+from chunkplan.intake.schemas.rollouts import ROLLOUT_ROLES, numbers_of
 from chunkplan.intake.schemas.tokens import OF_TOKENS, marks_of
 from chunkplan.intake.signatures import kind_of
 from chunkplan.intake.source import Source
@@ -162,6 +162,11 @@ def find_layout(source: Source, records: Sequence[JsonObject]) -> RecordLayout:
             hint = "give data with `label` beside each answer, or leave --kto-negatives out"
             raise LayoutError(
                 f"--kto-negatives keep, and no answer is labelled in data of schema {found.schema}", hint=hint
+            )
+        if not numbers and (alone := next((role for role in said if role in ROLLOUT_ROLES), None)):
+            hint = "name a reward or advantages too: --column reward=KEY"
+            raise LayoutError(
+                f"--column {alone}={said[alone]}, and nothing says that the tokens were sampled", hint=hint
             )
         found = replace(found, ignored=ignored, marks=tuple(marks) if is_tokens else None, inside=inside)
         return replace(found, labels=labels and "label" in found.columns, numbers=numbers)

@@ -104,7 +104,8 @@ def test_the_tables_are_complete() -> None:
     assert named == {**ROLES, "developer": "system"}
     rows = DATA.split("| role | names in the data |")[2].split("\n\n")[0].splitlines()[2:]
     named_keys = {row.split("`")[1]: re.findall(r"`(\w+)`", row.split("|")[2]) for row in rows}
-    assert named_keys == {role: [*keys] for role, keys in ROLLOUT_ROLES.items() if role != "response_length"}
+    expected = {role: [*keys] for role, keys in ROLLOUT_ROLES.items() if role not in ("score", "response_length")}
+    assert named_keys == {**expected, "reward": [*expected["reward"], "score"]}
     backends = DATA.split("| `--tokenizer` |")[1].split("\n\n")[0].splitlines()[2:]
     assert len(backends) == len(BACKENDS)
 

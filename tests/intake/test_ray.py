@@ -79,6 +79,17 @@ def test_a_cluster_gives_the_same_analysis(many: Path, tmp_path: Path, cluster: 
 
 
 @pytest.mark.soak
+def test_a_cluster_gives_the_same_groups_and_numbers_of_rollouts(many: Path, tmp_path: Path, cluster: None) -> None:
+    tokens = {"prompt_ids": [1, 2], "response_ids": [3, 4], "old_log_probs": [-1.0, -0.5]}
+    rollouts = ({**tokens, "reward": number, "group": number % 40} for number in range(800))
+    many.write_text("".join(json.dumps(each) + "\n" for each in rollouts))
+    alone = analyze(many, tmp_path / "alone", tokenizer=TOKENIZER, workers=1)
+    there = analyze(many, tmp_path / "there", tokenizer=TOKENIZER, ray="local", cache=tmp_path / "other")
+    assert there.manifest == alone.manifest and there.group is not None
+    assert there.group.tolist() == [number % 40 for number in range(800)]
+
+
+@pytest.mark.soak
 def test_the_first_bad_record_of_the_input_is_named(many: Path, tmp_path: Path, cluster: None) -> None:
     lines = many.read_text().splitlines()
     lines[700], lines[1200] = '{"text": 5}', "nothing"

@@ -80,6 +80,7 @@ PAIRS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"system": "Be brief.", "question": "Color?", "chosen": "Blue.", "rejected": "Red."},
         tuple(f"<|im_start|>system⏎Be brief.{_END}⏎{each}" for each in _CHAT),
     ),
+    "lists as JSON": ({name: json.dumps(messages) for name, messages in _WHOLE.items()}, _CHAT),
     "several turns": (
         {"chosen": [*_WHOLE["chosen"], user("Sure?"), assistant("Yes.")], "rejected": _WHOLE["rejected"]},
         (f"{_CHAT[0]}{_USER}Sure?{_END}⏎{_ASSISTANT}⟦Yes.{_END}⟧⏎", _CHAT[1]),
@@ -363,6 +364,16 @@ def test_numbers_of_a_table_that_are_none_stop_the_run(value: float) -> None:
     for column in ({"reward": value}, {"advantages": [0.0, 0.0, value, 0.0]}):
         with pytest.raises(ChunkplanError, match=r"a\.parquet, record 0: `(reward|advantages\[2\])` is (nan|inf)"):
             analyzed({**_IDS, **column}, name="a.parquet")
+
+
+def test_numbers_of_any_name_are_rollouts_where_the_user_says_so() -> None:
+    found = analyzed({**_IDS, "r": 2.0, "q": "x"}, {**_IDS, "r": 3.0, "q": "y"}, columns={"reward": "r", "group": "q"})
+    assert found.reward is not None and found.reward.tolist() == [2, 3]
+    assert found.group is not None and found.group.tolist() == [0, 1]
+    scored = analyzed({**_IDS, "score": 0.5}, name="a.parquet", columns={"reward": "score"})
+    assert scored.reward is not None and scored.reward.tolist() == [0.5]
+    with pytest.raises(ChunkplanError, match="--column group=q, and nothing says that the tokens were sampled"):
+        analyzed({**_IDS, "q": "x"}, columns={"group": "q"})
 
 
 def test_ordinary_tokens_may_have_a_score_and_a_group() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from chunkplan.intake.records import JsonObject
 from chunkplan.intake.schemas.fields import is_blank, json_type, wrong
+from chunkplan.intake.schemas.messages import objects_in
 
 _NO_PROMPT = "give the prompt under `prompt`, or as the messages that both answers begin with"
 
@@ -22,12 +23,12 @@ def split_pair(record: JsonObject, prompt_key: str, names: tuple[str, str]) -> t
 
     Raises RecordError where one is neither, or where nothing is the prompt.
     """
-    answers = [[record[name]] if isinstance(record[name], dict) else record[name] for name in names]
+    answers = [_as_messages(record[name]) for name in names]
     kinds = {type(answer) for answer in answers}
     if kinds not in ({str}, {list}):
         found = " and ".join(f"`{name}` is {json_type(record[name])}" for name in names)
         wrong(f"{found}, expected two strings or two lists of messages")
-    prompt = record.get(prompt_key)
+    prompt = _as_messages(record.get(prompt_key))
     if prompt is None or prompt in ("", []):
         return (_split_texts if kinds == {str} else _split_messages)(answers, names)
     if isinstance(prompt, list) and kinds == {str}:
@@ -39,6 +40,11 @@ def split_pair(record: JsonObject, prompt_key: str, names: tuple[str, str]) -> t
             return _split_messages(answers, names)
         return asked, answers
     return prompt, answers
+
+
+def _as_messages(value: Any) -> Any:
+    """One message as a list, and a list that is written as JSON as what it is; all else as it stands."""
+    return [value] if isinstance(value, dict) else objects_in(value) or value
 
 
 def _split_texts(answers: list[Any], names: tuple[str, str]) -> tuple[str, list[str]]:

@@ -21,10 +21,12 @@ from chunkplan.intake.records import JsonObject, Rollout
 from chunkplan.intake.schemas.fields import CHOOSE, ignoring, json_type, wrong
 from chunkplan.planfile.schema import SAMPLE_COLUMNS, TOKEN_COLUMNS
 
-#: Role -> the keys that usually have it.
+#: Role -> the keys that usually have it. A `score` is a reward, and as those of groups and lengths it is so only where
+#: another role, or the user, says that tokens were sampled.
 ROLLOUT_ROLES = {
     "advantages": ("advantages", "advantage"),
-    "reward": ("reward", "rewards", "score"),
+    "score": ("score",),
+    "reward": ("reward", "rewards"),
     "old_log_probs": (
         *("old_log_probs", "old_logprobs", "old_per_token_logps", "rollout_log_probs", "rollout_logprobs"),
         *("sampling_logprobs", "sampling_per_token_logps", "generation_logprobs", "prev_logprobs"),
@@ -38,8 +40,7 @@ ROLLOUT_ROLES = {
 }
 _ROLES = {key: role for role, keys in ROLLOUT_ROLES.items() for key in keys}
 
-#: Keys that mean something else where nothing else says that the tokens are sampled.
-_ONLY_BESIDE = {"score", *ROLLOUT_ROLES["group"], *ROLLOUT_ROLES["response_length"]}
+_ONLY_BESIDE = {"score", "group", "response_length"}
 
 #: The most that a logarithm of a probability may be, which is rounded.
 _MOST = 1e-3
@@ -49,7 +50,8 @@ def rollout_keys(record: JsonObject, columns: Mapping[str, str]) -> dict[str, st
     """The keys of `record` that say something of sampled tokens, each with its role; none of ordinary tokens."""
     roles = _ROLES | {key: role for role, key in columns.items() if role in ROLLOUT_ROLES}
     found = {key: roles[key] for key in roles if record.get(key) is not None}
-    return {} if found.keys() <= _ONLY_BESIDE else found
+    is_sampled = not _ONLY_BESIDE.issuperset(found.values())
+    return {key: "reward" if role == "score" else role for key, role in found.items() if is_sampled}
 
 
 def numbers_of(record: JsonObject, columns: Mapping[str, str]) -> tuple[str, ...]:
