@@ -108,10 +108,11 @@ class PlainLogProbs:
 
 
 def new_trainer(case: str, model: Path, output: Path, chunked: dict | None, dtype=torch.float64, **changes):
-    """A trainer of a case, in chunks where `chunked` has arguments of `with_chunks`."""
+    """A trainer of a case, in chunks where `chunked` has arguments of `with_chunks`; `given` are further arguments."""
     kind, settings, rows, own = CASES[case.partition(" ")[0]]
-    given = SETTINGS | own | changes
     more = {"reward_funcs": reward} if kind in (GRPOTrainer, RLOOTrainer) else {}
+    more |= changes.pop("given", {})
+    given = SETTINGS | own | changes
     if "lora" in case:
         more["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
     kind = kind if chunked is None else with_chunks(kind, **chunked)

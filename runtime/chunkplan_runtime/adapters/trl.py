@@ -188,6 +188,8 @@ def _check_settings(trainer: Any) -> None:
     for name, hint in _REFUSED.items():
         if value := getattr(args, name, None):
             raise UsageError(f"{name}={value!r} cannot be done in chunks", hint=hint)
+    if trainer.compute_metrics is not None:
+        raise UsageError("compute_metrics cannot be done in chunks", hint="leave it out: it gets logits of whole rows")
     if trainer.aux_loss_enabled:
         hint = "set router_aux_loss_coef=0.0; `chunkplan train` has router losses in chunks"
         raise UsageError(f"router_aux_loss_coef={trainer.router_aux_loss_coef} cannot be done in chunks", hint=hint)

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from datasets import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM
 from trl import DPOTrainer, GRPOTrainer, SFTTrainer
 
@@ -19,7 +20,7 @@ from chunkplan_runtime.adapters.trl import with_chunks
 from chunkplan_runtime.training.executor import Executor
 from tests.support.places import ROOT
 from tests.support.ports import free_port
-from tests.support.trl_cases import CHUNK_SIZE, longest_forwards, new_trainer, run, save_model
+from tests.support.trl_cases import CHUNK_SIZE, PAIRS, longest_forwards, new_trainer, run, save_model
 
 CHUNKS = {"chunk_size": CHUNK_SIZE, "k": 2}
 
@@ -90,6 +91,18 @@ def test_references_that_are_computed_before_training_are_computed_in_chunks(new
     assert log_probs.call_count == 4
     found = run(trainer)
     assert found[0] == pytest.approx(run(new("dpo", None, beta=0.2))[0], rel=1e-6)
+
+
+def test_an_evaluation_is_that_of_whole_sequences_and_takes_no_metrics_of_logits(new) -> None:
+    losses = []
+    for chunked in (None, CHUNKS):
+        trainer = new("dpo", chunked, given={"eval_dataset": Dataset.from_dict(PAIRS).select(range(6))})
+        with longest_forwards(trainer) as tokens:
+            run(trainer)
+            losses.append(trainer.evaluate()["eval_loss"])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5) and max(tokens) == CHUNK_SIZE
+    with pytest.raises(UsageError, match="compute_metrics cannot be done in chunks"):
+        new("dpo", given={"compute_metrics": lambda _: {}})
 
 
 @pytest.mark.soak
