@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -49,19 +50,32 @@ class TreePart:
     runs: tuple[TreeRun, ...]
     dependents: tuple[int, ...] = ()
     _visible: dict[tuple[int, int, int | None, int | None], tuple[Seen, ...]] = field(default_factory=dict, repr=False)
+    _firsts: dict[tuple[int | None, int | None], int] = field(default_factory=dict, repr=False)
 
     def first_seen(self, window: int | None, tile: int | None) -> int:
         """The first token of the tree that one of it sees: in a `window` that ends with it, or its tile."""
-        found = self.runs[0].piece.start
-        for piece, before in self.runs:
-            seen = _first_position(piece.position, window, tile)
-            found = min([found, *(each.within(seen, each.end).start for each in before if each.end > seen)])
-        return found
+        if (window, tile) not in self._firsts:  # of all layers alike, as what follows
+            found = self.runs[0].piece.start
+            for piece, before in self.runs:
+                seen = _first_position(piece.position, window, tile)
+                found = min([found, *(each.within(seen, each.end).start for each in before if each.end > seen)])
+            self._firsts[window, tile] = found
+        return self._firsts[window, tile]
 
     def sees(self, start: int, stop: int) -> bool:
         """True if tokens [start, stop) of the tree are in it, or before it in one of its sequences."""
-        runs = ((*before, piece) for piece, before in self.runs)
-        return any(each.start < stop and start < each.stop for run in runs for each in run)
+        return any(first < stop and start < last for first, last in self._held)
+
+    @cached_property
+    def _held(self) -> list[tuple[int, int]]:
+        """Tokens [start, stop) of the tree that are in it, or before it, ascending."""
+        found: list[tuple[int, int]] = []
+        for start, stop, _ in sorted({each for piece, before in self.runs for each in (*before, piece)}):
+            if found and start <= found[-1][1]:
+                found[-1] = found[-1][0], max(stop, found[-1][1])
+            else:
+                found.append((start, stop))
+        return found
 
     def visible(self, start: int, stop: int, reach: int | None, tile: int | None) -> tuple[Seen, ...]:
         """Its tokens that see any of the tokens [start, stop), in as few pairs as there are, the part's own first.
@@ -69,7 +83,7 @@ class TreePart:
         `reach`: how far before it a token sees at most; `tile`: see `_first_position`.
         """
         key = start, stop, reach, tile
-        if key not in self._visible:  # of all layers alike
+        if key not in self._visible:
             self._visible[key] = tuple(_visible(self.runs, *key))
         return self._visible[key]
 

@@ -66,7 +66,8 @@ class ChunkTensors:
     Labels are shifted already: entry i is the token that position i predicts, or `NO_TARGET`. A zero-loss chunk is one
     padding token that predicts nothing. Of a chunk that other processes have slices of, `spans` are those of this one,
     and `shared` is the whole. Of a chunk with trees, `joined` are the spans with each tree, or part of one, as one; and
-    `begun` those of sequences that begin with tokens of others here.
+    `begun` those of sequences that begin with tokens of others here; `counts` [num_tokens] says how many sequences have
+    each token, where some have more than one.
     """
 
     input_ids: Tensor
@@ -76,6 +77,7 @@ class ChunkTensors:
     shared: SharedPart | None = None
     joined: tuple[Span, ...] = ()
     begun: tuple[Span, ...] = ()
+    counts: Tensor | None = None
 
     @property
     def attended(self) -> tuple[Span, ...]:
@@ -91,11 +93,6 @@ class ChunkTensors:
     def rows(self) -> Tensor:
         """The tokens of the chunk in `of_sequences`, one span after another: int64 [n]."""
         return torch.cat([torch.arange(span.chunk_start, span.chunk_stop) for span in self.of_sequences])
-
-    @cached_property
-    def counts(self) -> Tensor | None:
-        """The number of sequences that have each token [num_tokens]; None where all have one."""
-        return torch.bincount(self.rows, minlength=len(self.labels)) if self.begun else None
 
     @property
     def parts(self) -> list[Span]:
@@ -408,7 +405,9 @@ def chunk_tensors(
     if prefixes:
         own = {chunk.chunk_id: tensors[chunk.chunk_id].spans for chunk in chunks}
         for chunk_id, (joined, begun) in join_trees(chunks, own, prefixes).items():
-            tensors[chunk_id] = replace(tensors[chunk_id], joined=joined, begun=begun)
+            tree = replace(tensors[chunk_id], joined=joined, begun=begun)
+            counts = torch.bincount(tree.rows, minlength=len(tree.labels)) if begun else None
+            tensors[chunk_id] = replace(tree, counts=counts)
     return tensors
 
 
@@ -417,7 +416,8 @@ def _pinned(work: RankWork) -> RankWork:
     tensors = {}
     for chunk_id, each in work.tensors.items():
         input_ids, position_ids, labels = map(pinned, (each.input_ids, each.position_ids, each.labels))
-        tensors[chunk_id] = replace(each, input_ids=input_ids, position_ids=position_ids, labels=labels)
+        counts = None if each.counts is None else pinned(each.counts)
+        tensors[chunk_id] = replace(each, input_ids=input_ids, position_ids=position_ids, labels=labels, counts=counts)
     return replace(work, tensors=tensors)
 
 
