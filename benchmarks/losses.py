@@ -118,7 +118,7 @@ if __name__ == "__main__":
     toy = parser.parse_args().toy
     print(machine())
     print_table(
-        "Peak memory of a step of a pair, ChunkSize 256, K 1, two layers", measure_memory(256, 4 if toy else 32)
+        "Peak memory of a step of a pair, ChunkSize 256, K 1, two layers", measure_memory(256, 4 if toy else 16)
     )
     print_table(
         "A step of one pair, one layer of width 64, K 1", measure_step(*((512, 128) if toy else (1 << 17, 8192)))

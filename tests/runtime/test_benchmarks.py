@@ -44,3 +44,13 @@ def test_stages_of_a_pipeline_that_sleep_are_replayed(monkeypatch):
     makespans, bubbles = pipeline.measure_sleeping([[40_000, 900, 12]], 1)
     assert [row["way"] for row in makespans] == [row["way"] for row in bubbles]
     assert all(row["measured s"] >= row["replayed s"] for row in bubbles)
+
+
+@pytest.mark.soak
+def test_a_step_of_pairs_takes_a_few_numbers_a_target_token_more_than_sft_however_long_they_are():
+    import losses
+
+    rows = [*losses.measure_memory(64, 8)]
+    assert [row["chunks of each answer"] for row in rows] == [1, 2, 4, 8]
+    assert max(row["more, bytes a target token"] for row in rows) <= 16
+    assert rows[-1]["sft without KV, MB"] <= 1.05 * rows[1]["sft without KV, MB"]
