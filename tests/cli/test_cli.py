@@ -101,7 +101,7 @@ def test_a_plan_beside_a_new_analysis_is_not_called_damaged(run: Run, tmp_path: 
     assert [line for line in ran.out.splitlines() if "BROKEN" in line] == [
         f"BROKEN  content-hash: the plan was built from another analysis than {tmp_path}/lengths.npy"
     ]
-    assert "not checked  batch-sizes" in ran.out and "1 invariant broken" in ran.out
+    assert "not checked  prefixes, batch-sizes" in ran.out and "1 invariant broken" in ran.out
     assert "hint: say where the plan's own analysis is with --analysis" in ran.err
     assert "damaged" not in ran.err
 
