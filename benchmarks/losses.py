@@ -62,9 +62,10 @@ def measure_memory(chunk_size: int, most: int) -> Iterator[Row]:
         }
 
 
-def measure_step(length: int, chunk_size: int) -> Iterator[Row]:
-    """Seconds and peak of a step of one pair of `length` tokens each."""
-    config = qwen2(64, 1, 512, length, num_key_value_heads=1)
+def measure_step(length: int, chunk_size: int, window: int | None) -> Iterator[Row]:
+    """Seconds and peak of a step of one pair of `length` tokens each; a token sees `window` tokens, None: all."""
+    windows = {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 0} if window else {}
+    config = qwen2(64, 1, 512, length, num_key_value_heads=1, **windows)
     model = new_model(config, torch.float32, 0)
     zero_gradients(model)
     work = _pair(length, chunk_size, model)
@@ -115,11 +116,12 @@ def _peaks(model: CausalLM, work: StepWork, loss: str) -> tuple[int, int]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--toy", action="store_true")
-    toy = parser.parse_args().toy
+    parser.add_argument("--window", type=int, help="tokens that a token of the long pair sees")
+    options = parser.parse_args()
+    toy = options.toy
     print(machine())
     print_table(
         "Peak memory of a step of a pair, ChunkSize 256, K 1, two layers", measure_memory(256, 4 if toy else 16)
     )
-    print_table(
-        "A step of one pair, one layer of width 64, K 1", measure_step(*((512, 128) if toy else (1 << 17, 8192)))
-    )
+    sizes = (512, 128) if toy else (1 << 17, 8192)
+    print_table("A step of one pair, one layer of width 64, K 1", measure_step(*sizes, options.window))
