@@ -1,6 +1,6 @@
 """Measures a step of rollouts of one prompt with and without the prompt shared, side by side in one run.
 
-    python benchmarks/prefixes_step.py           # 4, 8 and 16 rollouts: 3 minutes
+    python benchmarks/prefixes_step.py           # 4, 8 and 16 rollouts: 5 minutes
     python benchmarks/prefixes_step.py --toy     # of short ones
 
 The loss is cross-entropy, and one of log-probabilities, for which all chunks run forward once more. Both ways are run
