@@ -219,10 +219,6 @@ _READ: dict[str, tuple[str, dict[str, Any], str]] = {
 
 _MESSAGES = _chat("role", "content", ("user", "Hi!"), ("assistant", "Hello."))
 _REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "axolotl DPO": (
-        {"system": "S", "question": "a", "chosen": "b", "rejected": "c"},
-        "a preference pair (`chosen` and `rejected`)",
-    ),
     "axolotl train_detail": (
         {
             "conversations": [
@@ -274,21 +270,9 @@ _REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "`systemInstruction` and the system message that `contents` begins with say different things",
     ),
     "contents that are none of Gemini's": ({"contents": "chapter one"}, "no schema fits the keys of the records"),
-    "LLaMA-Factory preference": (
-        {"instruction": "a", "input": "", "chosen": "b", "rejected": "c"},
-        "a preference pair (`chosen` and `rejected`)",
-    ),
     "OpenAI preference": (
         {"input": {"messages": []}, "preferred_output": [{"role": "assistant"}], "non_preferred_output": [{}]},
         "a preference pair (`preferred_output` and `non_preferred_output`)",
-    ),
-    "LLaMA-Factory preference, sharegpt": (
-        {
-            "conversations": _chat("from", "value", ("human", "Hi!")),
-            "chosen": {"from": "gpt", "value": "b"},
-            "rejected": {"from": "gpt", "value": "c"},
-        },
-        "a preference pair (`chosen` and `rejected`)",
     ),
     "LLaMA-Factory KTO": ({"instruction": "a", "output": "b", "kto_tag": False}, "`kto_tag` is false: a bad answer"),
 }

@@ -38,7 +38,7 @@ BAD = {
     "d.parquet": (b"PAR1 and no more", "not a parquet file, or it is torn"),
     "e.arrow": (b"ARROW1 and no more", "not a arrow file, or it is torn"),
     "f.npy": (b"\x93NUMPY and no more", "not a file of numpy, or it is torn"),
-    "g.jsonl": (b'{"prompt": "p", "chosen": "c", "rejected": "r"}\n', "a preference pair"),
+    "g.jsonl": (b'{"prompt": "p", "preferred_output": "c", "non_preferred_output": "r"}\n', "a preference pair"),
     "h.jsonl.gz": (b"\x1f\x8b", "cut short after 0 bytes"),
     "i.txt.gz": (b"\x07\0 no gzip", "damaged, or not gzip"),
 }

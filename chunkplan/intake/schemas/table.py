@@ -154,8 +154,8 @@ def refuse_label(record: JsonObject, columns: dict[str, str]) -> None:
             raise RecordError(
                 f"`{key}` is false: a bad answer, as data for KTO have them, and every answer is trained",
                 reason="undesirable",
-                hint="--kto-negatives keep keeps labels for a loss such as kto, drop leaves such records out, counted; "
-                f"remove `{key}` if it means another thing",
+                hint="--kto-negatives keep keeps all labels for a loss such as kto, --kto-negatives drop leaves such "
+                f"records out, counted; remove `{key}` if it means another thing",
             )
         if label is not None and key not in _BESIDE["label"]:  # a key that the user has named
             typed(label, bool, key)
