@@ -7,6 +7,7 @@ cut where its branches say, not every so many tokens; once there are chunks, pla
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import pyarrow as pa
@@ -20,7 +21,7 @@ from chunkplan.planfile.schema import PREFIXES, to_arrow
 from chunkplan.planning.branches import Branches, cut_tree, kept_chunks
 from chunkplan.planning.ranks import Sequences
 from chunkplan.planning.splitting import TargetMask, k_for_length, times_of_parts
-from chunkplan.planning.trees import TokensOf, Tree, find_trees
+from chunkplan.planning.trees import TokensOf, Tree, find_trees, trees_alone
 
 
 @dataclass(frozen=True)
@@ -142,12 +143,18 @@ def grow_forest(
     tokens_of: TokensOf,
     config: PlanConfig,
     cost: CostModel,
+    shares: BoolArray | None = None,
 ) -> Forest:
-    """The forest of the sequences of some steps: `ids`, `tokens` [num_sequences]; `step_starts` [num_steps + 1]."""
+    """The forest of the sequences of some steps: `ids`, `tokens` [num_sequences]; `step_starts` [num_steps + 1].
+
+    `shares` bool [num_steps]: the steps in which sequences share anything; left out, all.
+    """
     trees: list[TreeItem] = []
     all_ids, all_tokens, all_pairs, starts, bounds = [], [], [], [0], []
-    for first, last in zip(step_starts[:-1].tolist(), step_starts[1:].tolist(), strict=True):
-        found = find_trees(ids[first:last].astype(np.int64), tokens[first:last], tokens_of, config.dp, cost)
+    for step, (first, last) in enumerate(pairwise(step_starts.tolist())):
+        own = ids[first:last].astype(np.int64), tokens[first:last]
+        is_shared = shares is None or shares[step]
+        found = find_trees(*own, tokens_of, config.dp, cost) if is_shared else trees_alone(*own)
         alone = np.array([each.ids[0] for each in found if each.ids.size == 1], np.int64)
         lengths = np.array([each.lengths[0] for each in found if each.ids.size == 1], np.int64)
         grown = [item_of(each, tokens_of, config, cost) for each in found if each.ids.size > 1]

@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pyarrow as pa
 
-from chunkplan.arrays import Int32Array, Int64Array, offsets_of, sum_runs
+from chunkplan.arrays import BoolArray, Int32Array, Int64Array, offsets_of, sum_runs
 from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.durations import forward_work_ns, whole_pairs, work_ns
 from chunkplan.cost.model import CostModel
@@ -85,13 +85,32 @@ class Planned:
 def plan_block(
     block: StepBlock, dataset: Dataset, config: PlanConfig, cost: CostModel, is_cancelled: Callable[[], bool]
 ) -> Planned:
-    """Plan the steps of `block`: their rows, and the peak memory of stages.
+    """Plan the steps of `block`: their rows, and the peak memory of stages. Steps that take longer with shared prefixes
+    than without share none.
 
     Raises:
         CancelledError: `is_cancelled()` was true while there was still much to do.
         UsageError: a rank cannot be scheduled within `memory_tokens`.
     """
-    chunked = chunk_block(block, dataset, config, cost, is_cancelled)
+    planned = _plan(block, dataset, config, cost, is_cancelled)
+    if dataset.tokens_of is None or not config.share_prefixes or not planned.tables["prefixes"].num_rows:
+        return planned
+    alone = _plan(block, replace(dataset, tokens_of=None), config, cost, is_cancelled)
+    took_us, alone_us = (each.tables["steps"]["predicted_us"].to_numpy() for each in (planned, alone))
+    shares = took_us <= alone_us
+    return planned if shares.all() else _plan(block, dataset, config, cost, is_cancelled, shares)
+
+
+def _plan(
+    block: StepBlock,
+    dataset: Dataset,
+    config: PlanConfig,
+    cost: CostModel,
+    is_cancelled: Callable[[], bool],
+    shares: BoolArray | None = None,
+) -> Planned:
+    """Plan the steps of `block`; those where `shares` [num_steps] is false share no prefixes."""
+    chunked = chunk_block(block, dataset, config, cost, is_cancelled, shares)
     scheduled = schedule_block(block, chunked, config, cost, is_cancelled)
     if keep_on_gpu(chunked.chunks, chunked.times.durations, scheduled.actions, config, cost).size:
         times, cost_ns, recompute_ns = time_chunks(chunked.chunks, config, cost)
@@ -117,8 +136,11 @@ def chunk_block(
     config: PlanConfig,
     cost: CostModel,
     is_cancelled: Callable[[], bool] = lambda: False,
+    shares: BoolArray | None = None,
 ) -> ChunkedBlock:
     """Parts, ranks and chunks: the sequences of a block, each in its place, and the chunks that they make.
+
+    `shares` bool [num_steps]: the steps that share prefixes, where `config` lets them; left out, all.
 
     Raises:
         CancelledError: `is_cancelled()` was true while there was still much to do.
@@ -127,7 +149,7 @@ def chunk_block(
     ids, tokens = longest_first(block, dataset.num_tokens)  # [num_sequences] both
     pairs, forest = whole_pairs(cost, tokens), None
     if config.share_prefixes and dataset.tokens_of is not None:
-        forest = grow_forest(step_starts, ids, tokens, dataset.tokens_of, config, cost)
+        forest = grow_forest(step_starts, ids, tokens, dataset.tokens_of, config, cost, shares)
         step_starts, ids, tokens, pairs = forest.step_starts, forest.ids, forest.tokens, forest.pairs
     necessary_ns = work_ns(cost, tokens, pairs)  # [num_sequences]
     sequences = cut_sequences(tokens, necessary_ns, config, cost)

@@ -63,6 +63,13 @@ def find_trees(ids: Int64Array, lengths: Int64Array, tokens_of: TokensOf, dp: in
     return [_tree_of(ids[i:j], lengths[i:j], begin[i:j]) for i, j in pairwise(starts.tolist())]
 
 
+def trees_alone(ids: Int64Array, lengths: Int64Array) -> list[Tree]:
+    """A tree of each sequence alone, `ids` and `lengths` [n]."""
+    return [
+        _tree_of(ids[place : place + 1], lengths[place : place + 1], np.zeros(1, np.int64)) for place in range(ids.size)
+    ]
+
+
 def _text_of(input_ids: Int32Array, target: BoolArray) -> bytes:
     """Tokens, with whether they are targets, as bytes that are in the order of the tokens."""
     return (2 * input_ids.astype(np.int64) + target).astype(">u4").tobytes()
