@@ -78,7 +78,8 @@ def simulate_ranks(plan: Plan, described: PlanStep, ranks: Sequence[int]) -> dic
     found, together = {}, _simulate_together(plan, described, range(config.dp)) if meets else None
     for rank in ranks:
         step = together or _simulate_together(plan, described, [rank])
-        title = f"step {described.step}, rank {rank}"
+        shared = f" ({described.num_tokens:,} tokens{words})" if (words := described.prefix_words) else ""
+        title = f"step {described.step}{shared}, rank {rank}"
         of_rank = _of_rank(step, rank if meets else 0, title, config, plan.cost)
         found[rank] = replace(of_rank, extra_forward=described.extra_forward_us)
         if not meets:

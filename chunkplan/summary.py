@@ -9,7 +9,7 @@ import numpy as np
 import polars as pl
 import pyarrow as pa
 
-from chunkplan.arrays import Int64Array
+from chunkplan.arrays import Int64Array, sum_runs
 from chunkplan.cost.durations import Float64Array, whole_pairs, work_ns
 from chunkplan.cost.model import CostModel
 from chunkplan.operations import KEPT_ATTENTION
@@ -40,8 +40,11 @@ def chunk_frame(rows: pa.Table, chunks: Chunks) -> pl.DataFrame:
     part_end = np.where(chunks.cp_size > 1, chunks.prefix_tokens + chunks.cp_tokens, part_end)
     reach = np.zeros(num_segments.size, np.int64)  # [n]
     reach[has_any] = np.maximum.reduceat(chunks.end, starts) if has_any.size else 0
-    num_sequences = np.where(chunks.cp_size > 1, 1, num_segments)  # [n], whose tokens are in it
-    kind = kind_of(chunks.group_id >= 0, num_sequences).astype(np.uint32)  # [n]
+    is_besides = chunks.start == 0  # what a tree holds besides begins further on
+    is_besides[starts] = False
+    besides = sum_runs(is_besides.astype(np.int64), chunks.segments)
+    num_wholes = np.where(chunks.cp_size > 1, 1, (num_segments > 0) + besides)  # [n]
+    kind = kind_of(chunks.group_id >= 0, num_wholes).astype(np.uint32)  # [n]
     is_shared = pl.Series(chunks.cp_size > 1)
     return pl.DataFrame(pl.from_arrow(rows.drop_columns("segments"))).with_columns(
         cp_first_rank=pl.when(is_shared).then(pl.Series(chunks.cp_first_rank)).otherwise(pl.col("dp_rank")),

@@ -127,9 +127,12 @@ VALIDATE_HINT = "`chunkplan validate` says what is wrong with the plan"
 KINDS = ("standalone", "dependent", "mixed", "zero-loss")
 
 
-def kind_of(is_grouped: Any, num_segments: Any) -> Any:
-    """The place in `KINDS` of a chunk, or of many: both arguments and the result are numbers, or arrays [n]."""
-    return (num_segments == 0) * 3 + (num_segments > 0) * is_grouped * (1 + (num_segments > 1))
+def kind_of(is_grouped: Any, num_wholes: Any) -> Any:
+    """The place in `KINDS` of a chunk, or of many: both arguments and the result are numbers, or arrays [n].
+
+    `num_wholes`: 1 for the first segment, and those besides that begin with their sequence.
+    """
+    return (num_wholes == 0) * 3 + (num_wholes > 0) * is_grouped * (1 + (num_wholes > 1))
 
 
 @dataclass(frozen=True)
@@ -179,8 +182,8 @@ class Chunk:
     @property
     def kind(self) -> str:
         """The kind of the chunk: one of `KINDS`."""
-        num_segments = len(self.segments) if self.cp_size == 1 else 1
-        return KINDS[kind_of(self.group_id is not None, num_segments)]
+        besides = [each for each in self.segments[1:] if each.start == 0 and self.cp_size == 1]
+        return KINDS[kind_of(self.group_id is not None, (bool(self.segments) or self.cp_size > 1) + len(besides))]
 
     def to_dict(self) -> Mapping[str, Any]:
         """Its columns, for JSON; those that say how ranks or sequences share it only where they do."""
@@ -232,6 +235,12 @@ class PlanStep:
     extra_forward_us: float = field(default=0.0, repr=False)
 
     __repr__ = short_repr
+
+    @property
+    def prefix_words(self) -> str:
+        """The tokens that are run, in words, where sequences share prefixes; else ""."""
+        run = sum(chunk.num_tokens for chunks in self.chunks.values() for chunk in chunks)
+        return f", of which {run:,} are run with shared prefixes" if self.prefixes else ""
 
     def sequences(self, rank: int) -> list[list[int]]:
         """The ids of the sequences in each chunk of a data-parallel rank; those of a zero-loss chunk are none."""

@@ -136,11 +136,11 @@ def chunk_block(
     config: PlanConfig,
     cost: CostModel,
     is_cancelled: Callable[[], bool] = lambda: False,
-    shares: BoolArray | None = None,
+    has_trees: BoolArray | None = None,
 ) -> ChunkedBlock:
     """Parts, ranks and chunks: the sequences of a block, each in its place, and the chunks that they make.
 
-    `shares` bool [num_steps]: the steps that share prefixes, where `config` lets them; left out, all.
+    `has_trees` bool [num_steps]: the steps that share prefixes, where `config` lets them; left out, all.
 
     Raises:
         CancelledError: `is_cancelled()` was true while there was still much to do.
@@ -149,7 +149,7 @@ def chunk_block(
     ids, tokens = longest_first(block, dataset.num_tokens)  # [num_sequences] both
     pairs, forest = whole_pairs(cost, tokens), None
     if config.share_prefixes and dataset.tokens_of is not None:
-        forest = grow_forest(step_starts, ids, tokens, dataset.tokens_of, config, cost, shares)
+        forest = grow_forest(step_starts, ids, tokens, dataset.tokens_of, config, cost, has_trees)
         step_starts, ids, tokens, pairs = forest.step_starts, forest.ids, forest.tokens, forest.pairs
     necessary_ns = work_ns(cost, tokens, pairs)  # [num_sequences]
     sequences = cut_sequences(tokens, necessary_ns, config, cost)

@@ -144,7 +144,7 @@ def overview_rows(
         ("steps", _steps(summary, config)),
         ("data", f"{size}: {summary.num_tokens:,} tokens, {summary.num_target_tokens:,} of them targets"),
         *selection_words(config, num_held_out=selection["num_held_out"], num_sequences=selection["num_sequences"]),
-        ("chunks", _chunks(summary, "group" if config.share_prefixes else "long sequence")),
+        ("chunks", _chunks(summary, has_trees=config.share_prefixes)),
     ]
     if config.share_prefixes:
         run, whole = manifest["totals"]["num_run_tokens"], summary.num_tokens
@@ -189,10 +189,12 @@ def _steps(summary: PlanSummary, config: PlanConfig) -> str:
     return words
 
 
-def _chunks(summary: PlanSummary, split: str) -> str:
-    words = [f"{summary.num_standalone - summary.num_zero_loss:,} of whole sequences"]
+def _chunks(summary: PlanSummary, *, has_trees: bool) -> str:
+    words = [f"{summary.num_standalone - summary.num_zero_loss:,} of whole sequences{' or trees' * has_trees}"]
     if summary.num_dependent:
-        words.append(f"{summary.num_dependent:,} parts of {counted(summary.num_groups, split)}")
+        of = f"{counted(summary.num_groups, 'group')} (trees, long sequences)"
+        of = of if has_trees else counted(summary.num_groups, "long sequence")
+        words.append(f"{summary.num_dependent:,} parts of {of}")
     words += [f"{summary.num_zero_loss:,} empty"] if summary.num_zero_loss else []
     return f"{summary.num_chunks:,}, {percent(summary.token_fill)} full: {', '.join(words)}"
 

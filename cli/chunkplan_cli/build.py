@@ -15,7 +15,7 @@ from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.model import CostModel
 from chunkplan.errors import ChunkplanError, UsageError
 from chunkplan.options import options_of
-from chunkplan.quantities import gibibytes
+from chunkplan.quantities import gibibytes, ratio, seconds
 from chunkplan.tuning.options import TuneOptions
 from chunkplan_cli.build_options import (
     AUTO,
@@ -127,10 +127,41 @@ def build(
     tune = _tune_command(analysis, workspace, (machine, tuning, plan))
     if not auto and not options.like and settings.split != "none":
         warn_of_chunk_size(settings.chunk_size, built.manifest["totals"], settings.dp, fits=memory.fits, tune=tune)
+    _compare_unshared(built, loaded, target, settings, cost, values)
     warn_of_memory(memory, cost, settings, None if options.from_file or options.like else tune)
     _say_what_was_written(plans, loaded, target, replaced, dry_run=dry_run)
     if not dry_run:
         _say_next(output, workspace, can_be_trained=_can_be_trained(built.manifest, settings, cost))
+
+
+def _compare_unshared(
+    built: BuiltPlan, analysis: Analysis, target: Path, settings: PlanConfig, cost: CostModel, values: CliValues
+) -> None:
+    """Print the time of the plan without shared prefixes, where it has any: warn if that is less.
+
+    There settings that depend on sharing, such as the schedule, are as given in `values`, or by default.
+    """
+    from chunkplan.building import build_plans
+    from chunkplan.planfile.manifest import reduction_us_of
+
+    if not settings.share_prefixes:
+        return
+    depend = ("share_prefixes", "schedule", "cp", "tail_sharing")
+    kept = {name: getattr(settings, name) for name in options_of(PlanConfig) if name not in depend}
+    given = {name: values[name] for name in depend[1:] if name in values}
+    try:
+        with note_compilation():
+            alone = build_plans(analysis, target, PlanConfig(**{**kept, **given}), cost=cost, dry_run=True)[target]
+    except ChunkplanError:  # within --max-activation-tokens, say, there may be no such plan
+        return
+    after_us = (reduction_us_of(built.manifest) or 0) * built.manifest["totals"]["num_steps"]
+    took_us, alone_us = (each.manifest["predictions"]["predicted_us"] + after_us for each in (built, alone))
+    words = f"predicted without --share-prefixes: {seconds(alone_us)}; with it {ratio(took_us / alone_us)} times that"
+    if took_us > alone_us:
+        warn(words)
+        note("hint: leave it out: orders, ranks and chunks without trees save more here")
+    else:
+        note(words)
 
 
 def _say_next(output: Path | None, workspace: Path | None, *, can_be_trained: bool) -> None:

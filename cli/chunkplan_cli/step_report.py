@@ -42,7 +42,7 @@ def print_step(console: Console, step: PlanStep, shares: StepShares, plan: Plan,
     print_estimated(console, plan.manifest)
     console.print(
         f"step {step.step} (epoch {step.epoch}): {counted(step.num_sequences, 'sequence')}, "
-        f"{counted(step.num_tokens, 'token')}, {counted(step.num_target_tokens, 'target')}, "
+        f"{counted(step.num_tokens, 'token')}{step.prefix_words}, {counted(step.num_target_tokens, 'target')}, "
         f"{counted(step.num_chunks, 'chunk')}"
     )
     after = reduction_us_of(plan.manifest) or 0.0

@@ -20,6 +20,7 @@ from tests.support.walks import run
 
 SCREENS = GOLDEN / "screens"
 CHUNKS = "--chunk-size 1024 --k 1 --global-batch 8"
+TREES = "--chunk-size 256 --k 1 --global-batch 8 --share-prefixes"
 
 #: Name of a screen -> the command, in a folder with an analysis, a plan of two ranks and two stages, and another plan.
 COMMANDS = {
@@ -31,16 +32,19 @@ COMMANDS = {
     "analyze-pairs": "analyze pairs.jsonl --tokenizer tokenizer --output new",
     "build": f"build {CHUNKS} --dp 2 --pp 2 --dry-run",
     "build-pairs": f"build pairs {CHUNKS} --dry-run --lora-rank 8",
+    "build-shared-prefixes": f"build pairs {TREES} --dry-run --lora-rank 8",
     "build-does-not-fit": "build lengths.npy --chunk-size 2048 --k 1 --dry-run",
     "inspect": "inspect",
     "inspect-analysis": "inspect chunkplan-out/analysis",
     "inspect-step": "inspect --step 1 --actions",
     "inspect-step-of-eight-stages": "inspect deep --step 0",
+    "inspect-step-of-shared-prefixes": "inspect shared --step 0",
     "inspect-chunk": "inspect --step 1 --rank 0 --chunk 2 --text",
     "inspect-record": "inspect --record texts.jsonl:2 --tokenizer tokenizer",
     "inspect-record-of-messages": "inspect --record chat.jsonl:1 --tokenizer tokenizer",
     "inspect-record-of-a-pair": "inspect --record pairs.jsonl:1 --tokenizer tokenizer",
     "simulate": "simulate --step 1",
+    "simulate-shared-prefixes": "simulate shared --rank 0",
     "simulate-lengths": "simulate --lengths 1024,1024,2048,4096 --pp 4 --cost unit --chunk-size 2048 --k 2",
     "simulate-virtual-stages": "simulate --lengths 1024,2048,4096 --pp 2 --cost unit --chunk-size 2048 --k 2 "
     "--schedule interleaved --virtual-stages 3",
@@ -75,6 +79,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         f"build {CHUNKS} --dp 2 --pp 2",
         f"build {CHUNKS} --dp 4 --output other",
         f"build {CHUNKS} --pp 8 --schedule 1f1b --output deep",
+        f"build pairs {TREES} --output shared",
     ):
         ran = run_here(made, *words.split())
         assert ran.returncode == 0, ran.stderr

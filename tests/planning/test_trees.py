@@ -18,6 +18,7 @@ from chunkplan.errors import UsageError
 from chunkplan.planfile.chunks import chunks_of_rows
 from chunkplan.planning.branches import Branches, cut_tree, kept_chunks
 from chunkplan.planning.trees import Tree, find_trees
+from chunkplan.reporting.per_step import plan_chunks
 from chunkplan.schedule.holdings import kv_tokens
 from tests.support.plain import plain_cost
 from tests.support.tree_search import every_cut, least_again
@@ -181,6 +182,37 @@ def test_without_equal_tokens_a_plan_is_the_one_without_trees(tmp_path: Path) ->
     assert with_trees.prefixes().num_rows == 0
     drop = ["lower_bound_us"]
     assert with_trees.steps().drop_columns(drop) == without.steps().drop_columns(drop)
+
+
+@pytest.mark.parametrize(("sharding", "pp"), [("optimizer", 1), ("gradients", 1), ("weights", 2)])
+def test_no_step_takes_longer_than_without_trees(sharding: str, pp: int, tmp_path: Path) -> None:
+    """Of steps of few sequences on many ranks some share prefixes and some do not."""
+    random = np.random.default_rng(5)
+    made = [one for each in range(12) for one in rollouts(random, [40 + 20 * each], 4, 30 * each + 5)]
+    options = {"dp": 4, "pp": pp, "global_batch": 8, "cost": replace(plain_cost(), sharding=sharding)}
+    plan = build_trees(tmp_path, made, **options)
+    alone = build_trees(
+        tmp_path / "alone",
+        made,
+        share_prefixes=False,
+        tail_sharing=False,
+        cp="off",
+        **options,
+        **({"schedule": "1f1b"} if pp > 1 else {}),
+    )
+    took, whole = (each.steps()["predicted_us"].to_numpy() for each in (plan, alone))
+    assert (took <= whole).all() and (took < whole).any()
+    assert validate(plan.path).violations == ()
+    shares = [bool(step.prefixes) for step in plan.iter_steps()]
+    assert any(shares)
+
+
+def test_a_part_of_a_tree_is_no_mixed_chunk(tmp_path: Path) -> None:
+    plan = build_trees(tmp_path, rollouts(np.random.default_rng(0), [100, 60], 6, 50))
+    chunks = [chunk for step in plan.iter_steps() for rank in step.chunks.values() for chunk in rank]
+    assert {chunk.kind for chunk in chunks if chunk.group_id is not None} == {"dependent"}
+    assert any(len(chunk.segments) > 1 for chunk in chunks if chunk.group_id is not None)
+    assert "mixed" not in plan_chunks(plan).frame["kind"].to_list()
 
 
 def test_a_step_in_memory_has_trees_too() -> None:

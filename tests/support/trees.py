@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from chunkplan import PlanConfig, build
+from chunkplan.cost.model import CostModel
 from chunkplan.planfile.analysis_writer import AnalysisWriter
 from chunkplan.planfile.plan import Plan
 from tests.support.plain import plain_cost
@@ -44,7 +45,7 @@ def traces(random: np.random.Generator, count: int, most: int) -> Sequences:
     return found
 
 
-def build_trees(folder: Path, sequences: Sequences, **options: Any) -> Plan:
+def build_trees(folder: Path, sequences: Sequences, cost: CostModel | None = None, **options: Any) -> Plan:
     """A plan of `sequences`, which share prefixes, in `folder`, beside its analysis."""
     (folder / "analysis").mkdir(parents=True)
     writer = AnalysisWriter(folder / "analysis")
@@ -53,4 +54,4 @@ def build_trees(folder: Path, sequences: Sequences, **options: Any) -> Plan:
     sources = [{"path": "rollouts.jsonl", "schema": "text", "records": len(sequences)}]
     writer.finish(exact=True, sources=sources, rejected={}, max_token_id=999)
     config = PlanConfig(**{"share_prefixes": True, "chunk_size": 64, "k": 2, "global_batch": 16, **options})
-    return build(folder / "analysis", folder / "plan", config, cost=plain_cost())
+    return build(folder / "analysis", folder / "plan", config, cost=cost or plain_cost())

@@ -221,7 +221,7 @@ def check_plan(config: Any, plan: Plan, router_loss: str | None = None) -> None:
 def check_prefixes(config: Any, router_loss: str | None, hint: str, where: str | None = None) -> None:
     """Refuse a model of this transformers config whose sequences cannot share prefixes, with a UsageError."""
     kinds = {
-        "layers keep a state": is_recurrent(config),
+        "layers keep a state or count the tokens before": is_recurrent(config),
         "tokens see those that come after them": is_bidirectional(config),
         "routers have a load-balancing loss": router_loss not in (None, "none"),
     }

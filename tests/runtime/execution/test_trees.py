@@ -180,8 +180,12 @@ def test_sequences_whose_tokens_or_targets_are_not_those_of_the_tree_are_refused
 @pytest.mark.parametrize(
     ("config", "router_loss", "message"),
     [
-        ({"model_type": "mamba2"}, None, "share prefixes in a mamba2 model whose layers keep a state"),
-        ({"model_type": "llama4_text"}, None, "a llama4_text model whose layers keep a state"),
+        ({"model_type": "mamba2"}, None, "share prefixes in a mamba2 model whose layers keep a state or count"),
+        (
+            {"model_type": "llama4_text"},
+            None,
+            "a llama4_text model whose layers keep a state or count the tokens before",
+        ),
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, None, "tokens see those that come after"),
         ({"model_type": "qwen3_moe"}, "batch", "a qwen3_moe model whose routers have a load-balancing loss"),
     ],
