@@ -52,7 +52,7 @@ from chunkplan.planfile.samples import IN_WORDS
 from chunkplan.planfile.schema import TOKEN_COLUMNS
 
 #: Goes into every key: a change of the results of pieces needs a new number.
-_VERSION = 10
+_VERSION = 11
 
 _LONGEST = np.iinfo(np.int32).max
 

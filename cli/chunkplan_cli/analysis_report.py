@@ -213,6 +213,8 @@ def _say_which_samples(analysis: Analysis) -> None:
         columns = ", ".join(name for name in analysis.manifest["sample_columns"] if name != "group")
         groups = f"{counted(sizes.total(), 'group')} ({_several(named[:_NAMED], len(named))})"
         note(*_beside(f"rollouts: {analysis.num_sequences:,}, in {groups}", f"(with {columns})"))
+        if num_lost := sum(source.get("rejected", 0) for source in analysis.manifest["sources"]):
+            warn(f"{counted(num_lost, 'rollout')} left out: the others of a group are compared without them")
         if [*sizes] == [1] and "reward" in analysis.manifest["sample_columns"]:
             warn("every group has one rollout: nothing is compared within it")
             note("hint: name the key of the prompt with --column group=KEY")

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chunkplan import IntakeOptions, analyze, load_analysis, validate
-from chunkplan.errors import ChunkplanError, UsageError
+from chunkplan.errors import ChunkplanError, DataError, UsageError
 from chunkplan.exporting.export import open_rows, open_source
 from chunkplan.intake.reading import IntakeRequest
 from chunkplan.intake.schemas.pairs import split_pair
@@ -56,7 +56,15 @@ PAIRS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "texts that begin alike": ({"chosen": "The sky is blue.", "rejected": "The sky is green."}, _TEXT),
     "a text that goes on": (
         {"chosen": "The sky", "rejected": "The sky is"},
-        (f"The sky⟦{_END}⟧", f"The sky⟦ is{_END}⟧"),
+        (f"The sk⟦y{_END}⟧", f"The sk⟦y is{_END}⟧"),
+    ),
+    "texts behind an empty prompt": (
+        {"prompt": "", "chosen": "The sky", "rejected": "The sea"},
+        (f"The⟦ sky{_END}⟧", f"The⟦ sea{_END}⟧"),
+    ),
+    "an empty instruction with input": (
+        {"instruction": "", "input": "Color?", "chosen": "Blue.", "rejected": "Red."},
+        _CHAT,
     ),
     "messages behind a prompt": ({"prompt": [user("Color?")], **_ANSWERS}, _CHAT),
     "messages that begin alike": (_WHOLE, _CHAT),
@@ -119,10 +127,18 @@ def test_a_pair_is_two_sequences_of_one_group_of_which_the_answers_count(shape: 
     assert [one.num_target_tokens for one in shown.sequences["rendered"]] == analysis.num_target_tokens[:2].tolist()
 
 
+def test_a_pair_of_one_answer_is_left_out_where_that_is_asked_for() -> None:
+    for name in ("chosen", "rejected"):
+        records = [_WHOLE, {key: value for key, value in _WHOLE.items() if key != name}, _WHOLE]
+        with pytest.raises(DataError, match=rf"a\.jsonl:2: .*`{name}`"):
+            analyzed(*records)
+        assert analyzed(*records, on_error="skip").record.tolist() == [0, 0, 2, 2]
+
+
 @given(st.lists(st.sampled_from("ab c"), max_size=8), st.lists(st.sampled_from("ab c"), max_size=8), st.booleans())
 def test_the_prompt_of_a_pair_is_all_that_both_begin_with(one: list[str], other: list[str], is_text: bool) -> None:
     """As TRL's `extract_prompt` has it: of texts without one space at the end, of messages with one left to each."""
-    begin = "x" if is_text else ["x"]
+    begin = "xy" if is_text else ["xy"]
     chosen, rejected = (begin + ("".join(each) if is_text else each) for each in (one, other))  # type: ignore[operator]
     if chosen == rejected and is_text:
         return
@@ -131,7 +147,9 @@ def test_the_prompt_of_a_pair_is_all_that_both_begin_with(one: list[str], other:
     prompt, answers = split_pair({"c": chosen, "r": rejected}, "prompt", ("c", "r"))
     assert [prompt + answers[0], prompt + answers[1]] == [chosen, rejected]
     shared = next((n for n, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), None)
-    if shared is not None:
+    if shared is None and is_text:
+        assert len(prompt) == min(map(len, (chosen, rejected))) - 1
+    elif shared is not None:
         assert len(prompt) == shared - (is_text and chosen[shared - 1] == " ")
     assert is_text or all(answers)
 
@@ -340,6 +358,18 @@ REFUSED_ROLLOUTS: dict[str, tuple[list[dict[str, Any]], dict[str, Any], str]] = 
     "above 0": ([{**_IDS, "reward": 1, "old_log_probs": [0, 0, 1, 0]}], {}, "`old_log_probs` has 1 at a target"),
     "two that differ": ([{**_IDS, "reward": 1, "rewards": 2}], {}, "`reward` and `rewards` both have its reward"),
     "no target": ([{**_IDS, "loss_mask": [0] * 4, "reward": 1}], {}, "nothing of it counts"),
+    "a group of texts": ([{"prompt": "a", "completion": " b", "reward": -1.0}], {}, "`reward` is not read"),
+    "rewards of messages": ([{"messages": _WHOLE["chosen"], "rewards": {"fit": 0}}], {}, "`rewards` is not read"),
+    "an advantage of a text": ([{"text": "a b", "advantage": 0}], {}, "`advantage` is not read"),
+    "advantages of an answer": ([{"question": "a", "answer": "b", "advantages": [0.5]}], {}, "`advantages` is not r"),
+    "a group without rewards": ([{"prompt_ids": [5], "completion_ids": [6], "uid": "x"}], {}, "`uid` is not read"),
+    "a score alone": ([{"prompt_ids": [5], "completion_ids": [6], "score": 0.5}], {}, "`score` is not read"),
+    "an empty answer": (
+        [{"prompt_ids": [5], "completion_ids": [], "reward": 1}],
+        {},
+        "`completion_ids` has no tok",
+    ),
+    "nothing but padding": ([{**_IDS, "attention_mask": [0] * 4, "reward": 1}], {}, "is all 0, and what is compared"),
     "no mask": ([{"input_ids": [5, 6], "reward": 1}], {}, "nothing says which tokens were sampled"),
     "a packed row": ([{**_IDS, "position_ids": [0, 1, 0, 1], "reward": 1}], {}, "a packed row of several documents"),
     "a list that nothing reads": ([{**_IDS, "reward": 1, "returns": [0.0] * 4}], {}, "`returns` is not read"),
@@ -366,6 +396,14 @@ def test_numbers_of_a_table_that_are_none_stop_the_run(value: float) -> None:
             analyzed({**_IDS, **column}, name="a.parquet")
 
 
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity"])
+def test_numbers_that_json_does_not_have_are_named_with_their_line(value: str) -> None:
+    write_lines(Path("a.jsonl"), [{**_IDS, "reward": 1.0}])
+    Path("a.jsonl").write_text(Path("a.jsonl").read_text() * 2 + json.dumps({**_IDS, "reward": float(value)}))
+    with pytest.raises(DataError, match=rf"a\.jsonl:3: not JSON: {value} is no number there"):
+        analyze("a.jsonl", "out", tokenizer=TOKENIZER)
+
+
 def test_numbers_of_any_name_are_rollouts_where_the_user_says_so() -> None:
     found = analyzed({**_IDS, "r": 2.0, "q": "x"}, {**_IDS, "r": 3.0, "q": "y"}, columns={"reward": "r", "group": "q"})
     assert found.reward is not None and found.reward.tolist() == [2, 3]
@@ -378,6 +416,7 @@ def test_numbers_of_any_name_are_rollouts_where_the_user_says_so() -> None:
 
 def test_ordinary_tokens_may_have_a_score_and_a_group() -> None:
     assert analyzed({**_IDS, "score": 0.5, "uid": "x"}).samples is None
+    assert analyzed({"prompt": "a", "completion": " b", "reward": 0}, ignore_columns=("reward",)).samples is None
     assert marked_texts(analyzed({"prompt_ids": [90, 91], "response_ids": [92]})) == ["{|⟦}⟧"]
 
 
@@ -461,5 +500,10 @@ def test_the_command_says_what_it_found(command: Run) -> None:
     assert "labelled answers: 4, 25.0% of them good" in err
     write_lines(Path("rollouts.jsonl"), [{**_IDS, "reward": n, "uid": n // 2} for n in range(4)])
     assert "rollouts: 4, in 2 groups (2 of 2) (with reward)" in command("analyze", "rollouts.jsonl", *OF_TOKENIZER).err
+    write_lines(
+        Path("some.jsonl"), [{"prompt_ids": [5], "completion_ids": [6] * (1 + n % 4), "reward": n} for n in range(8)]
+    )
+    err = command("analyze", "some.jsonl", *OF_TOKENIZER, "--max-length", 4, "--overlong", "drop").err
+    assert "2 rollouts left out: the others of a group are compared without them" in err
     write_lines(Path("single.jsonl"), [{**_IDS, "reward": n, "uid": n} for n in range(4)])
     assert "every group has one rollout" in command("analyze", "single.jsonl", *OF_TOKENIZER).err

@@ -298,6 +298,9 @@ def _not_json(line: bytes, message: str, hint: str) -> RecordError:
     except UnicodeEncodeError as error:
         message = f"a lone surrogate, \\u{ord(error.object[error.start]):04x}, in a string"
         return RecordError(message, reason="not-json", hint="it is half of a character: fix the text")
+    except _NoNumberError as error:
+        message = f"not JSON: {error} is no number there, though Python's `json.dumps` writes it"
+        return RecordError(message, reason="not-json", hint="write a number or null; `allow_nan=False` finds where")
     except (ValueError, RecursionError):
         pass
     if line.startswith(BOM):
@@ -309,8 +312,12 @@ def _not_json(line: bytes, message: str, hint: str) -> RecordError:
     return RecordError(f"not JSON: {message}", reason="not-json", hint=hint)
 
 
+class _NoNumberError(Exception):
+    """NaN, Infinity or -Infinity stands where JSON has a number."""
+
+
 def _refuse(name: str) -> NoReturn:
-    raise ValueError(name)
+    raise _NoNumberError(name)
 
 
 def _without_duplicates(line: bytes, row: _Value | RecordError) -> _Value | RecordError:

@@ -169,9 +169,11 @@ def _evidence(name: str, columns: dict[str, str], records: list[JsonObject]) -> 
         f"`{columns[role]}`{'' if columns[role] in keys else f' ({role})'}" for role, keys in schema.required.items()
     ]
     text = f": {' and '.join(keys)} in {where}"
-    others = [columns[role] for role in schema.optional if any(_is_set(role, columns[role], one) for one in records)]
-    if others:
-        text += f", some with {quoted(others)}"
+    num_set = {columns[role]: sum(_is_set(role, columns[role], one) for one in records) for role in schema.optional}
+    in_all = [key for key, count in num_set.items() if count == len(records)]
+    in_some = [key for key, count in num_set.items() if 0 < count < len(records)]
+    text += f", with {quoted(in_all)}" if in_all else ""
+    text += f", some with {quoted(in_some)}" if in_some else ""
     roles = dict.fromkeys(
         shortened(str(role))
         for record, keys in zip(records, own, strict=True)

@@ -18,7 +18,7 @@ import numpy as np
 
 from chunkplan.arrays import BoolArray, Float32Array, Int32Array
 from chunkplan.intake.records import JsonObject, Rollout
-from chunkplan.intake.schemas.fields import CHOOSE, ignoring, json_type, wrong
+from chunkplan.intake.schemas.fields import CHOOSE, ignoring, json_type, refuse_unread, wrong
 from chunkplan.planfile.schema import SAMPLE_COLUMNS, TOKEN_COLUMNS
 
 #: Role -> the keys that usually have it. A `score` is a reward, and as those of groups and lengths it is so only where
@@ -42,6 +42,9 @@ _ROLES = {key: role for role, keys in ROLLOUT_ROLES.items() for key in keys}
 
 _ONLY_BESIDE = {"score", "group", "response_length"}
 
+#: Keys that say what is learnt of an answer: beside texts, of which no rollouts are made, they stop the run.
+LEARNT = frozenset((*ROLLOUT_ROLES["advantages"], *ROLLOUT_ROLES["reward"]))
+
 #: The most that a logarithm of a probability may be, which is rounded.
 _MOST = 1e-3
 
@@ -64,6 +67,16 @@ def numbers_of(record: JsonObject, columns: Mapping[str, str]) -> tuple[str, ...
     return tuple(name for name in (*SAMPLE_COLUMNS.names, *TOKEN_COLUMNS.names) if name in names)
 
 
+def refuse_unrewarded(record: JsonObject, columns: Mapping[str, str]) -> None:
+    """Raise RecordError where an answer's group or score is there, and nothing that makes it a rollout."""
+    roles = _ROLES | {key: role for role, key in columns.items() if role in ROLLOUT_ROLES}
+    for key in record.keys() & roles.keys():
+        if record[key] is not None and roles[key] in ("group", "score"):
+            way = f"--column reward={key}" if roles[key] == "score" else "give `reward` or `advantages`"
+            says = f"the {roles[key]} of an answer, which has neither a reward nor an advantage"
+            refuse_unread(key, says=says, ways=f"to train it as a rollout: {way}; ")
+
+
 def refuse_other_numbers(record: JsonObject, columns: Mapping[str, str], expected: tuple[str, ...]) -> None:
     """Raise RecordError where `record` has another number of advantages than the records before it."""
     found = numbers_of(record, columns)
@@ -76,12 +89,12 @@ def refuse_other_numbers(record: JsonObject, columns: Mapping[str, str], expecte
 def parse_rollout(
     record: JsonObject,
     keys: Mapping[str, str],
-    input_ids: Int32Array,
+    prompt: Int32Array,
     target: BoolArray,
     extent: range,
     num_response: int,
 ) -> Rollout:
-    """Read the numbers under `keys`, key -> role, of tokens of which `extent` is no padding.
+    """Read the numbers under `keys`, key -> role, of tokens behind a `prompt` of which `extent` is no padding.
 
     Raises RecordError where they are not finite, not as many as tokens or as `num_response`, or say two things; where
     there is neither a reward nor an advantage, or no target.
@@ -98,7 +111,7 @@ def parse_rollout(
         hint = "give `reward` or `advantages`; without log-probabilities the tokens are read as ordinary ones"
         wrong("a rollout with neither a reward nor an advantage", hint)
     inside = slice(extent.start, extent.stop)
-    of_sequence: dict[str, float] = {"group": _group(record, by_role.get("group"), input_ids, target, extent)}
+    of_sequence: dict[str, float] = {"group": _group(record, by_role.get("group"), prompt)}
     of_tokens: dict[str, Float32Array] = {}
     for role, key in by_role.items():
         value = record[key]
@@ -127,17 +140,17 @@ def _numbers(values: Any, key: str, target: BoolArray, num_response: int) -> Flo
         wrong(f"`{key}` has {json_type(kind)} in it, expected numbers")
     numbers = np.concatenate([np.zeros(num_missing), np.array(values, np.float64)])
     if (at := _first(~np.isfinite(numbers) & target)) is not None:
-        found = "null" if values[at - num_missing] is None else numbers[at]
+        found = "null (as tables also have NaN)" if values[at - num_missing] is None else numbers[at]
         wrong(f"`{key}[{at - num_missing}]` is {found}, expected a finite number")
     if (at := _first(np.isinf(numbers))) is not None:
         wrong(f"`{key}[{at - num_missing}]` is {numbers[at]}, expected a finite number")
     return np.where(target, numbers, 0).astype(np.float32)
 
 
-def _group(record: JsonObject, key: str | None, input_ids: Int32Array, target: BoolArray, extent: range) -> int:
-    """A hash of 64 bits of the group that `key` names, else of the prompt: the tokens before the first target."""
+def _group(record: JsonObject, key: str | None, prompt: Int32Array) -> int:
+    """A hash of 64 bits of the group that `key` names, else of the prompt."""
     if key is None:
-        said = input_ids[extent.start : int(np.argmax(target))].astype("<i4").tobytes()
+        said = prompt.astype("<i4").tobytes()
     else:
         if type(record[key]) not in (int, str):
             wrong(f"`{key}` is {json_type(record[key])}, expected a number or a text that groups rollouts")

@@ -272,10 +272,10 @@ def _parse_preference(record: JsonObject, columns: dict[str, str]) -> Pair:
     names = keys["chosen"], keys["rejected"]
     prompt, answers = split_pair(record, keys["prompt"], names)
     addition = optional_text(record, keys["input"])
-    is_asked = keys["prompt"] != "prompt" and record.get(keys["prompt"])
+    is_asked = keys["prompt"] != "prompt" and record.get(keys["prompt"]) is not None
     if is_asked and isinstance(prompt, str) and isinstance(answers[0], str):
         _refuse_tools(record, keys)
-        asked = prompt if addition is None else f"{prompt}\n{addition}"
+        asked = "\n".join(filter(None, (prompt, addition)))
         system = optional_text(record, system_key(record, keys))
         _refuse_history(record, keys)
         return Pair(*(Exchange(system, asked, answer) for answer in answers))

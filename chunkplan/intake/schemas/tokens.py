@@ -16,12 +16,12 @@ from __future__ import annotations
 import shlex
 from array import array
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
 from chunkplan.arrays import BoolArray, Int32Array, Int64Array
-from chunkplan.intake.records import JsonObject, TokensRecord
+from chunkplan.intake.records import JsonObject, RecordError, TokensRecord
 from chunkplan.intake.schemas.fields import (
     empty,
     json_type,
@@ -32,7 +32,7 @@ from chunkplan.intake.schemas.fields import (
     wrong,
 )
 from chunkplan.intake.schemas.keys import COUNTS, is_number, may_mark, may_split
-from chunkplan.intake.schemas.rollouts import parse_rollout, rollout_keys
+from chunkplan.intake.schemas.rollouts import parse_rollout, refuse_unrewarded, rollout_keys
 
 #: The label of a token that is no target.
 IGNORED = -100
@@ -84,7 +84,7 @@ def parse_tokens(record: JsonObject, columns: dict[str, str]) -> TokensRecord:
     key = columns["input_ids"]
     input_ids = _ids(record, key)
     if not len(input_ids):
-        empty(f"`{key}` has no tokens")
+        _empty(f"`{key}` has no tokens", record, columns)
     roles = {role: name for name, role in rollout_keys(record, columns).items()}
     name = roles.get("response_length")
     response = len(input_ids) if name is None else record[name]
@@ -101,11 +101,19 @@ def parse_response(record: JsonObject, columns: dict[str, str]) -> TokensRecord:
     names = columns["prompt_ids"], columns["response_ids"]
     prompt, response = (_ids(record, name) for name in names)
     if not len(response):
-        empty(f"`{names[1]}` has no tokens")
+        _empty(f"`{names[1]}` has no tokens", record, columns)
     input_ids = np.concatenate([prompt, response])
     whole = record.get("input_ids")
     is_both = isinstance(whole, (list, np.ndarray)) and np.array_equal(whole, input_ids)
     return _parse(record, columns, (*names, "input_ids") if is_both else names, input_ids, len(response))
+
+
+def _empty(message: str, record: JsonObject, columns: dict[str, str]) -> NoReturn:
+    """Raise RecordError for no tokens; those of a rollout are missed in its group, so that it is not just blank."""
+    if rollout_keys(record, columns):
+        hint = "leave out its whole group, or give the token that ended it"
+        wrong(f"{message}, and what is compared within its group is to be all that was sampled", hint)
+    empty(message)
 
 
 def _ids(record: JsonObject, key: str) -> Int32Array:
@@ -142,19 +150,29 @@ def _parse(
         marks["loss_mask"] = {key: (np.arange(len(input_ids)) >= num_prompt).astype(np.int32)}
     for name in record.keys() - {*keys, *HARMLESS, *numbered, *(name for names in marks.values() for name in names)}:
         _refuse_mark(name, record[name], input_ids, marks)
-    extent, begins = _documents(key, input_ids, marks)
+    is_answer = len(keys) > 1 or "response_length" in numbered.values()
+    if len(keys) > 1 and not numbered:
+        refuse_unrewarded(record, columns)
+    try:
+        extent, begins = _documents(key, input_ids, marks)
+    except RecordError as error:
+        if error.reason == "empty":
+            _empty(error.message, record, columns)
+        raise
     is_asked = np.zeros(len(input_ids), np.bool_)
     is_asked[extent.start : extent.stop] = True
     is_asked[begins] = False  # nothing predicts the first token of a document
-    target = _targets(key, input_ids, marks, is_asked) & is_asked
+    counts = _targets(key, input_ids, marks, is_asked)
+    target = counts & is_asked
     inside = slice(extent.start, extent.stop)
     rollout = None
     if numbered:
-        if not is_stated and not num_prompt:
+        if not is_stated and not is_answer:
             wrong("nothing says which tokens were sampled", "give `response_mask`, 1 at tokens that were sampled")
         if len(begins) > 1:
             unsupported("a rollout in a packed row of several documents", "write a record for each")
-        rollout = parse_rollout(record, numbered, input_ids, target, extent, num_response)
+        prompt = input_ids[inside][: int(np.argmax(counts[inside]))]
+        rollout = parse_rollout(record, numbered, prompt, target, extent, num_response)
     return TokensRecord(input_ids[inside], target[inside], begins - extent.start, rollout)
 
 

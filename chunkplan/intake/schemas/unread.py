@@ -30,6 +30,7 @@ from chunkplan.intake.schemas.fields import (
 )
 from chunkplan.intake.schemas.keys import ANSWERS, FLAGS, SYSTEM, is_number, kind_of, may_mark
 from chunkplan.intake.schemas.messages import MEDIA, unread_of_turn, with_flags_of_record
+from chunkplan.intake.schemas.rollouts import LEARNT
 from chunkplan.intake.schemas.table import GROUPS, SCHEMAS, RecordLayout, Schema, is_label, system_key
 from chunkplan.intake.schemas.tokens import IGNORED, OF_TOKENS
 
@@ -111,6 +112,8 @@ def is_looked_at(key: str, schema: str) -> bool:
     """Return whether a value under a key without a role may change a record, or have it refused."""
     if schema not in (*_MESSAGES, *_PAIRS, "text"):
         return False
+    if key in LEARNT:
+        return True
     kind = kind_of(key)
     if kind in ("mark", "about"):
         return kind == "mark" or may_mark(key) or key == "labels"
@@ -164,7 +167,7 @@ def _may_matter(key: str, value: Any, schema: str) -> bool:
     kind = kind_of(key)
     if _is_mark(key, value):
         return True
-    if kind == "variable":
+    if kind == "variable" or key in LEARNT:
         return value not in ([], {}, "")
     is_named = schema in _PAIRS and kind not in ("mark", "other")
     return kind != "about" and any(is_named or _are_words(text) for text in _texts(value))
@@ -201,7 +204,7 @@ def _are_words(text: str) -> bool:
 def _is_repeated(key: str, schema: str, roles: Mapping[str, str], record: JsonObject) -> bool:
     """Return whether what is read says all that `record[key]` does: same-named keys, the question or the answer."""
     kind, required = kind_of(key), [roles[role] for role in SCHEMAS[schema].required]
-    if kind in ("variable", "about") or (kind == "mark" and _has_numbers(record[key])):
+    if kind in ("variable", "about") or key in LEARNT or (kind == "mark" and _has_numbers(record[key])):
         return False
     if kind in ("mark", "other"):
         read = [text.strip() for one in roles.values() for text in _texts(record.get(one))]
@@ -216,6 +219,9 @@ def _is_repeated(key: str, schema: str, roles: Mapping[str, str], record: JsonOb
 def _refuse(found: list[str], schema: str, roles: Mapping[str, str], record: JsonObject) -> NoReturn:
     if marks := [key for key in found if _is_mark(key, record[key])]:
         refuse_unread(*marks, says="numbers or truth values, which may say what counts in the loss")
+    if learnt := [key for key in found if key in LEARNT]:
+        says = "what is learnt of an answer, which only rollouts of tokens have"
+        refuse_unread(*learnt, says=says, ways="give `prompt_ids` and `completion_ids` in place of texts; ")
     if variables := [key for key in found if kind_of(key) == "variable"]:
         ways = f"put it into `{KWARGS}` of the record, or say it of all with --template-kwargs; "
         refuse_unread(*variables, says="what chat templates may ask for", ways=ways)
