@@ -18,7 +18,7 @@ MOST_LINES, MOST_FUNCTION_LINES, MOST_PARAMETERS = 500, 80, 10
 BUDGETS = {
     ("runtime/",): 15_620,
     ("chunkplan/intake/",): 11_840,
-    ("chunkplan/reporting/", "cli/"): 10_220,
+    ("chunkplan/reporting/", "cli/"): 10_225,
     ("chunkplan/cost/", "chunkplan/tuning/"): 7_190,
     ("chunkplan/schedule/", "chunkplan/validation/", "chunkplan/simulation.py"): 6_540,
     ("chunkplan/config/", "chunkplan/options.py", "chunkplan/domains.py"): 1_540,
