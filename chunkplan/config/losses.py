@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,6 +96,9 @@ LOSSES: Mapping[str, Loss] = {
     "own": Loss((None, *SAMPLES)),
 }
 
+#: Losses that a run cannot have by their name alone.
+_NOT_BY_NAME = ("distillation", "own")
+
 
 def read_options(loss: str, typed: Sequence[str]) -> Mapping[str, Any]:
     """The options of a loss from entries such as "beta=0.1"; UsageError: one is not what it may be."""
@@ -117,15 +120,24 @@ def read_options(loss: str, typed: Sequence[str]) -> Mapping[str, Any]:
     return found
 
 
-def check_samples(loss: str, samples: str | None, where: str) -> None:
-    """Raise UsageError where a loss is not one of the data of an analysis at `where`."""
+def check_samples(loss: str, samples: str | None, where: str, token_columns: Collection[str] | None = None) -> None:
+    """Raise UsageError where a loss is not one of the data of an analysis at `where`.
+
+    `token_columns`: numbers that the analysis has of each token, None if not known.
+    """
     wanted = LOSSES[loss].samples
     if samples not in wanted:
-        fitting = [name for name, each in LOSSES.items() if samples in each.samples and loss != name]
+        fitting = [name for name, each in LOSSES.items() if samples in each.samples and name not in _NOT_BY_NAME]
         found = "ordinary data" if samples is None else f"{samples} data"
         expected = " or ".join("ordinary" if each is None else each for each in wanted)
         hint = f"for this data there are --loss {', '.join(fitting)}"
         raise UsageError(f"the loss {loss} is of {expected} data, the analysis has {found}", where=where, hint=hint)
+    if loss == "ppo" and token_columns is not None and "advantages" not in token_columns:
+        raise UsageError(
+            "the loss ppo needs an advantage of each token, and the data has none",
+            where=where,
+            hint="--loss grpo or dapo makes them of rewards; or analyze rollouts with a list `advantages`",
+        )
 
 
 def resolve_loss(loss: str, samples: str | None, where: str) -> str:

@@ -145,7 +145,7 @@ def note_loss(analysis: Analysis, given: Mapping[str, Any]) -> None:
     from chunkplan.planfile.samples import IN_WORDS
 
     if "loss" in given:
-        check_samples(given["loss"], analysis.samples, str(analysis.path))
+        check_samples(given["loss"], analysis.samples, str(analysis.path), analysis.token_columns)
     elif analysis.samples is not None:
         usual, kind = USUAL[analysis.samples], IN_WORDS[analysis.samples]
         note(f"loss: {usual}, as the data are {kind}; --loss names another")

@@ -6,7 +6,7 @@ are of target tokens; means over sequences or pairs are of those of the whole st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -248,14 +248,20 @@ def find_loss(named: str | StepLoss | Distillation, typed: Sequence[str] = ()) -
 
 
 def check_loss(
-    loss: Found, plan: Plan, samples: str | None, reference: Scores | None = None, *, has_reference: bool = True
+    loss: Found,
+    plan: Plan,
+    samples: str | None,
+    reference: Scores | None = None,
+    has_reference: bool = True,
+    token_columns: Collection[str] | None = None,
 ) -> None:
     """Raise UsageError where a loss is not of the samples of a plan, or `reference` has scores of other data.
 
     `has_reference`: false where neither data nor adapters give log-probabilities of a reference model.
+    `token_columns`: of the analysis, None if not known.
     """
     name = "distillation" if isinstance(loss, Distillation) else "sft" if loss is None else loss.name
-    check_samples(name, samples, str(plan.path))
+    check_samples(name, samples, str(plan.path), token_columns)
     if reference is not None:
         reference.check(plan)
     elif isinstance(loss, NamedLoss) and loss.needs_reference and not has_reference:
@@ -266,7 +272,7 @@ def _there(values: Tensor | None, what: str) -> Tensor:
     if values is None:
         raise UsageError(
             f"the loss needs {what}, and the data has none",
-            hint="`chunkplan analyze` reads them of preference pairs, labelled answers and rollouts (docs/data.md)",
+            hint="docs/data.md says where `chunkplan analyze` reads them; --loss grpo makes advantages of rewards",
         )
     return values
 

@@ -239,10 +239,16 @@ def _called(loss: StepLoss, tokens: TargetTokens) -> tuple[Tensor, Metrics]:
         frames = traceback.extract_tb(error.__traceback__)
         place = [frame for frame in frames if frame.filename != __file__][:1] or frames[-1:]
         message = f"the loss of the step raised {type(error).__name__}: {error}"
-        hint = "`tokens` is a chunkplan_runtime.TargetTokens: log_probs, entropies, which, sequence_ids, positions"
+        hint = "`tokens` is a chunkplan_runtime.TargetTokens: log_probs, entropies, which, sequence_ids, positions; "
+        hint += "label, group, reward and others are None where the data has none"
         raise UsageError(message, where=f"{place[0].filename}:{place[0].lineno}", hint=hint) from error
     value, metrics = value if isinstance(value, tuple) and len(value) == 2 else (value, {})
     if isinstance(value, Tensor) and value.numel() == 1 and value.requires_grad:
+        for name, each in metrics.items():
+            if not isinstance(each, Tensor | float | int) or (isinstance(each, Tensor) and each.numel() != 1):
+                shape = f" of shape {tuple(each.shape)}" if isinstance(each, Tensor) else ""
+                told = f"the metric {name!r} of the loss is a {type(each).__name__}{shape}, expected one number"
+                raise UsageError(told, hint="reduce it by .mean()")
         return value, metrics
     given = type(value).__name__
     if isinstance(value, Tensor):

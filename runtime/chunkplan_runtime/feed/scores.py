@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from chunkplan.arrays import Int64Array
+from chunkplan.arrays import Int32Array, Int64Array
 from chunkplan.errors import DataError, UsageError
 from chunkplan.planfile.plan import Plan
+from chunkplan.quantities import counted
 
 #: Names of files: the first and the last step that are in one.
 SCORES = re.compile(r"steps-(\d{8})-(\d{8})\.parquet")
@@ -37,7 +39,7 @@ class Scores:
         self.path = Path(folder)
         files = sorted(path for path in self.path.glob("*.parquet") if SCORES.fullmatch(path.name))
         if not files:
-            hint = f"`chunkplan score --model REFERENCE --plan PLAN --output {self.path}` makes them"
+            hint = "`chunkplan score --model REFERENCE --plan PLAN --output scores` makes them"
             raise UsageError("there are no scores", where=str(self.path), hint=hint)
         keys, log_probs, named = [], [], set()
         for path in files:
@@ -63,6 +65,24 @@ class Scores:
         if plan.manifest["analysis"]["content_hash"] != self._analysis:
             hint = f"`chunkplan score --model REFERENCE --plan {plan.path} --output OTHER` makes them of this one"
             raise UsageError("the scores are of another analysis", where=str(self.path), hint=hint)
+
+    def check_covers(self, plans: Sequence[Plan | None], num_target_tokens: Int32Array) -> None:
+        """Raise UsageError where a sequence of `plans` has no scores; `num_target_tokens`: of all of the analysis."""
+        scored = np.unique(self._keys // _POSITIONS)
+        for plan in filter(None, plans):
+            table = pq.read_table(plan.path / "chunks.parquet", columns=["segments"])
+            segments = table.column("segments").combine_chunks().flatten()
+            ids = np.unique(segments.field("sequence_id").to_numpy())
+            missing = np.setdiff1d(ids[num_target_tokens[ids] > 0], scored)
+            if missing.size:
+                config = plan.config
+                raise UsageError(
+                    f"{counted(missing.size, 'sequence')} of {plan.path} without scores, the first is {missing[0]}",
+                    where=str(self.path),
+                    hint="`score` takes a plan's first epoch: score a plan of all sequences, `chunkplan build "
+                    f"--chunk-size {config.chunk_size} --k {config.k} --global-batch {config.global_batch} "
+                    "--output plan-of-all`, then `chunkplan score --model REFERENCE --plan plan-of-all --output OTHER`",
+                )
 
     def at_tokens(self, sequence_ids: Int64Array, positions: Int64Array) -> np.ndarray[Any, np.dtype[np.float32]]:
         """The log-probabilities of tokens, each by its sequence and position, [n]; DataError: one has none."""

@@ -34,7 +34,7 @@ from chunkplan.planfile.load import load_held_out, load_plan
 from chunkplan.planfile.plan import Plan
 from chunkplan_runtime import world_size
 from chunkplan_runtime.distributed.job import Job
-from chunkplan_runtime.execution.losses import check_loss, find_loss
+from chunkplan_runtime.execution.losses import NamedLoss, check_loss, find_loss
 from chunkplan_runtime.feed.scores import Scores
 from chunkplan_runtime.feed.stream import StepWork, open_plan
 from chunkplan_runtime.layout import choose_layout, used_blocks
@@ -44,6 +44,7 @@ from chunkplan_runtime.models.parts import whole_of
 from chunkplan_runtime.training.checkpoint import PlanIdentity, checkpoint_of_plan
 from chunkplan_runtime.training.config import SHARED
 from chunkplan_runtime.training.executor import Executor, check_argument
+from chunkplan_runtime.training.metrics import mean_of_steps
 from chunkplan_runtime.training.processes import make_job
 from chunkplan_runtime.training.sharded_trainer import ShardedTrainer
 
@@ -184,7 +185,9 @@ class ChunkTrainer(ShardedTrainer):
         how: Any = {"job": job, "pin_memory": args.dataloader_pin_memory and args.device.type == "cuda"}
         self._reference = None if scores is None else Scores(scores)
         self._loss = self._plan.config.loss if loss is None else loss
-        check_loss(find_loss(self._loss), self._plan, found.samples, self._reference)
+        check_loss(find_loss(self._loss), self._plan, found.samples, self._reference, token_columns=found.token_columns)
+        if self._reference is not None:
+            self._reference.check_covers([self._plan, evaluation], found.num_target_tokens)
         train_data = _PlanSteps(self._plan, found, base, lambda: self.state.global_step, **how)
         eval_data = None
         if evaluation is not None:
@@ -260,19 +263,25 @@ class ChunkTrainer(ShardedTrainer):
     def evaluation_loop(
         self, dataloader: Any, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any
     ) -> EvalLoopOutput:
-        """The loss of the evaluation plan: the mean over all its target tokens."""
+        """The loss of the evaluation plan: the mean over all its target tokens, or of `loss=` over its sequences."""
         self._switch("eval")
         self.callback_handler.eval_dataloader = dataloader
-        total, num_targets = 0.0, 0
+        rows: list[dict[str, float]] = []
+        weights: list[int] = []
+        is_named = isinstance(find_loss(self._loss), NamedLoss)
         with self._watched():
             for inputs in dataloader:
                 work: StepWork = inputs["work"]
+                self._executor.metrics = {}
                 with self.accelerator.autocast():
-                    total += self._executor.evaluate(work) * work.step.num_target_tokens
-                num_targets += work.step.num_target_tokens
+                    loss = self._executor.evaluate(work, self._loss if is_named else None, reference=self._reference)
+                if work.step.num_target_tokens:
+                    rows.append({"loss": loss, **self._executor.metrics})
+                    weights.append(work.step.num_sequences if is_named else work.step.num_target_tokens)
                 self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
-        metrics, nothing = {f"{metric_key_prefix}_loss": total / max(num_targets, 1)}, cast(Any, None)
-        return EvalLoopOutput(nothing, None, metrics, num_samples=self.num_examples(dataloader))
+        means = {"loss": 0.0, **mean_of_steps(rows, weights)}
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in means.items()}
+        return EvalLoopOutput(cast(Any, None), None, metrics, num_samples=self.num_examples(dataloader))
 
     def predict(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse to predict, by a UsageError: chunks never hold the outputs of a sequence."""

@@ -19,6 +19,7 @@ from chunkplan.cost.checkpointing import CHECKPOINTING
 from chunkplan.cost.model import Sharding
 from chunkplan.domains import FLAG, Domain, number, whole
 from chunkplan.errors import UsageError
+from chunkplan.quantities import counted
 from chunkplan_runtime.attention.interface import ATTENTION, register_attention
 from chunkplan_runtime.devices import wide
 from chunkplan_runtime.distributed.job import Job, refuse_differences
@@ -36,6 +37,9 @@ from chunkplan_runtime.proof.prove import check_exact
 from chunkplan_runtime.training.log_probs import TokenLogProbs, attached, in_order, named, plan_work, weights_of
 from chunkplan_runtime.training.setup import fingerprint
 from chunkplan_runtime.training.train_step import StepExecutor
+
+#: Options of `plan_step` that calls of `log_probs` may have: a call is one rank's, on one stage.
+_OPTIONS_OF_CALLS = frozenset(("share_prefixes", "split", "tail_sharing", "packing", "k_by_length"))
 
 #: What of a LoRA config would make adapters look at other tokens, or layers share an index.
 _LORA_FEATURES = ("alora_invocation_tokens", "layer_replication")
@@ -164,17 +168,24 @@ class Executor:
         of_routers = self._steps.router_loss
         return value if of_routers is None else value + self._sum([of_routers])
 
-    def evaluate(self, work: StepWork) -> float:
-        """The mean cross-entropy of a step's target tokens by forwards alone; `model.eval()` turns dropout off.
+    def evaluate(self, work: StepWork, loss: str | StepLoss | None = None, *, reference: Scores | None = None) -> float:
+        """The mean cross-entropy of a step's target tokens by forwards alone, or `loss`, see `step`.
+
+        `model.eval()` turns dropout off.
 
         Raises:
             UsageError, DataError: as `step`.
         """
         self._check(work)
+        found = None if loss is None else find_loss(loss)
         with self._at_work():
-            losses = self._steps.evaluate(work)
+            weighed = self._steps.weigh_by(work, found, reference=reference)
+            losses = [] if weighed else self._steps.evaluate(work)
             if self._shards:
                 self._shards.free()
+        if weighed:
+            self.metrics = weighed.metrics
+            return weighed.value
         return self._sum(rank.loss for rank in losses)
 
     def log_probs(
@@ -208,10 +219,16 @@ class Executor:
             raise UsageError(f"log_probs of an executor with {told}", hint=hint)
         _check_weights(self._model.model)
         device = self._model.device
+        if unknown := options.keys() - _OPTIONS_OF_CALLS:
+            hint = f"these are the options: {', '.join(sorted(_OPTIONS_OF_CALLS))}"
+            raise UsageError(f"log_probs has no option {min(unknown)!r}", hint=hint)
+        if len(sequences) != len(targets):
+            told = f"{counted(len(sequences), 'sequence')} with targets of {len(targets)}"
+            raise UsageError(told, hint="give targets of each sequence")
         kept = [each for each in zip(sequences, targets, strict=True) if each[1][1:].any()]
         if not kept:
             nothing = torch.zeros(0, 5 if with_more else 2, dtype=wide(self._model.dtype), device=device)
-            return attached(named(nothing), lambda *_: None) if torch.is_grad_enabled() else named(nothing)
+            return attached(named(nothing), self._zero_gradients) if torch.is_grad_enabled() else named(nothing)
         options |= {"cap": chunk_size, "k": k}
         work, num_targets = plan_work(kept, self._model.vocab_size, self._num_calls, **options)
         self._num_calls += 1
@@ -235,6 +252,12 @@ class Executor:
                 ranks.run(work, num_targets, weights=weights)
 
         return attached(found, backward)
+
+    def _zero_gradients(self, *_: object) -> None:
+        """Give weights that have no gradient one of zeros, as a loss without tokens has it in autograd."""
+        for weight in self._model.model.parameters():
+            if weight.requires_grad and weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
 
     def _sum(self, losses: Iterable[float]) -> float:
         """The sum of losses of all processes, in their order."""

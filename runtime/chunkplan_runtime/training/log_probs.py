@@ -55,10 +55,16 @@ def plan_work(
 
     tokens, masks = list[Int32Array](), list[BoolArray]()
     for number, (ids, mask) in enumerate(sequences):
-        if ids.ndim != 1 or ids.shape != mask.shape or not len(ids) or mask.dtype != torch.bool:
+        if (
+            ids.ndim != 1
+            or ids.shape != mask.shape
+            or not len(ids)
+            or mask.dtype != torch.bool
+            or ids.is_floating_point()
+        ):
             raise UsageError(
-                f"sequence {number} has tokens of shape {tuple(ids.shape)} and targets of {tuple(mask.shape)}, "
-                f"{mask.dtype}",
+                f"sequence {number} has tokens of shape {tuple(ids.shape)}, {ids.dtype}, and targets of "
+                f"{tuple(mask.shape)}, {mask.dtype}",
                 hint="give of each sequence one token id at least, and a bool for each: [length] and [length]",
             )
         tokens.append(ids.detach().cpu().numpy().astype(np.int32))

@@ -6,7 +6,7 @@ import math
 import resource
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
@@ -95,6 +95,15 @@ def add_up(losses: Sequence[SequenceLoss]) -> list[SequenceLoss]:
         loss, num_target_tokens = sums.get(each.sequence_id, (0.0, 0))
         sums[each.sequence_id] = loss + each.loss, num_target_tokens + each.num_target_tokens
     return [SequenceLoss(number, *total) for number, total in sums.items()]
+
+
+def mean_of_steps(rows: Sequence[Mapping[str, float]], counts: Sequence[int]) -> dict[str, float]:
+    """The mean of each number over the steps that have it, which weigh `counts`, such as their sequences."""
+    found = {}
+    for name in dict.fromkeys(name for row in rows for name in row):
+        pairs = [(row[name], count) for row, count in zip(rows, counts, strict=True) if name in row]
+        found[name] = sum(value * count for value, count in pairs) / sum(count for _, count in pairs)
+    return found
 
 
 def describe_worst(losses: Sequence[SequenceLoss], analysis: Analysis, most: int = 3) -> list[str]:

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 
@@ -19,7 +19,7 @@ from chunkplan_runtime.distributed.job import Job, clip, gradient_norm, tied_wei
 from chunkplan_runtime.distributed.sharding import Shards
 from chunkplan_runtime.execution.executor import ActionClock, Around, RankExecutor, no_collectives
 from chunkplan_runtime.execution.loss import RankLoss, SequenceLoss, cross_entropy, entropies
-from chunkplan_runtime.execution.losses import Distillation, Found
+from chunkplan_runtime.execution.losses import Distillation, Found, NamedLoss
 from chunkplan_runtime.execution.step_loss import AtTokens, OfChunks, StepLoss, Weighed, step_weights
 from chunkplan_runtime.feed.scores import Scores
 from chunkplan_runtime.feed.stream import PlanStream, StepWork
@@ -28,7 +28,7 @@ from chunkplan_runtime.models.parts import without_adapters
 from chunkplan_runtime.models.router_loss import router_loss_scope
 from chunkplan_runtime.training.checkpoint import read_tensors
 from chunkplan_runtime.training.config import TrainConfig
-from chunkplan_runtime.training.metrics import add_up
+from chunkplan_runtime.training.metrics import add_up, mean_of_steps
 from chunkplan_runtime.training.optimizer import TrainedWeights, begin_state, make_optimizer, optimizer_state
 
 T = TypeVar("T")
@@ -55,6 +55,18 @@ class Gradients:
     def is_finite(self) -> bool:
         """True if loss and norm are finite, so that an update with these gradients makes sense."""
         return all(map(math.isfinite, (self.loss, self.norm, self.router_loss or 0.0)))
+
+
+class Evaluated(NamedTuple):
+    """The `loss` of an evaluation, None without targets: the mean of a target token, or the mean of `--loss`.
+
+    The latter is over steps, by their numbers of sequences, as are its `metrics`; then there are no `sequences`.
+    """
+
+    loss: float | None
+    num_target_tokens: int
+    sequences: list[SequenceLoss]
+    metrics: dict[str, float]
 
 
 class StepExecutor:
@@ -107,19 +119,25 @@ class StepExecutor:
         with_reference: bool = False,
         reference: Scores | None = None,
     ) -> tuple[list[RankLoss], Weighed | None]:
-        """Add the gradients of a step by `loss`, None: cross-entropy; see `run` and `weigh`.
+        """Add the gradients of a step by `loss`, None: cross-entropy; see `run` and `weigh_by`."""
+        if isinstance(loss, Distillation):
+            return self.run(work, timed, loss=loss), None
+        weighed = self.weigh_by(work, loss, with_reference=with_reference, reference=reference)
+        return self.run(work, timed, weighed.weights if weighed else ()), weighed
+
+    def weigh_by(
+        self, work: StepWork, loss: Found, *, with_reference: bool = False, reference: Scores | None = None
+    ) -> Weighed | None:
+        """The value of `loss` in a step, by forwards alone; None of cross-entropy and where there are no targets.
 
         A reference that the loss needs, and neither `reference` nor the data gives, is the model without its adapters.
         """
-        if loss is None or isinstance(loss, Distillation):
-            return self.run(work, timed, loss=loss), None
-        if not work.step.num_target_tokens:
-            return self.run(work, timed), None
+        if not isinstance(loss, NamedLoss) or not work.step.num_target_tokens:
+            return None
         is_given = reference is not None or (work.samples is not None and "reference" in work.samples.of_tokens)
         without = with_reference or (loss.needs_reference and not is_given)
         at_tokens = None if reference is None else reference.at_tokens
-        weighed = self.weigh(work, loss.call, with_reference=without, reference=at_tokens)
-        return self.run(work, timed, weighed.weights), weighed
+        return self.weigh(work, loss.call, with_reference=without, reference=at_tokens)
 
     def score(self, work: StepWork) -> list[OfChunks]:
         """The cross-entropies of tokens by forwards alone, by rank and chunk; none before the last stage."""
@@ -254,19 +272,32 @@ class TrainStep:
         self.optimizer.zero_grad(set_to_none=True)
         return rate
 
-    def evaluate(self, stream: PlanStream) -> list[SequenceLoss]:
-        """The losses of all sequences of `stream`, without dropout and by forwards alone."""
+    def evaluate(self, stream: PlanStream) -> Evaluated:
+        """Evaluate by all steps of `stream`, without dropout and by forwards alone."""
         losses: list[SequenceLoss] = []
+        weighed: list[tuple[int, Weighed]] = []
+        num_target_tokens = 0
         self.model.model.eval()
         try:
             self.executor.doing = "evaluation, before its first step"
             with self._job.reporting(lambda: self.executor.activity, lambda: None):
                 for work in stream:
-                    losses += [loss for rank in self._steps.evaluate(work) for loss in rank.sequences]
+                    num_target_tokens += work.step.num_target_tokens
+                    found = self._steps.weigh_by(work, self._loss, reference=self._reference)
+                    if found:
+                        weighed.append((work.step.num_sequences, found))
+                    elif not isinstance(self._loss, NamedLoss):
+                        losses += [loss for rank in self._steps.evaluate(work) for loss in rank.sequences]
         finally:
             self.model.model.train()
         self._steps.free()
-        return [loss for gathered in self._job.all_gather_object(losses) for loss in gathered]
+        sequences = [loss for gathered in self._job.all_gather_object(losses) for loss in gathered]
+        if not weighed:
+            total = sum(loss.loss for loss in sequences)
+            return Evaluated(total / num_target_tokens if num_target_tokens else None, num_target_tokens, sequences, {})
+        rows = [{"loss": found.value, **found.metrics} for _, found in weighed]
+        means = mean_of_steps(rows, [count for count, _ in weighed])
+        return Evaluated(means.pop("loss"), num_target_tokens, sequences, means)
 
     def tensors(self) -> dict[str, dict[str, torch.Tensor]]:
         """The tensors of a checkpoint by name: `weights`, and of the `optimizer` what it remembers."""

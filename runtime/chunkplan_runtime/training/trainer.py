@@ -90,7 +90,10 @@ class TrainingRun:
         self.fixed["reference scores"] = reference and reference.identity
         loss = find_loss(config.loss or "sft", config.loss_options or ())
         has_reference = bool(config.lora_rank) or "reference_log_probs" in data.analysis.token_columns
-        check_loss(loss, data.plan, data.analysis.samples, reference, has_reference=has_reference)
+        of_data = data.analysis.samples, reference, has_reference, data.analysis.token_columns
+        check_loss(loss, data.plan, *of_data)
+        if reference is not None:
+            reference.check_covers([data.plan, data.evaluation], data.analysis.num_target_tokens)
         hashes = {"plan": data.plan.content_hash, "evaluation plan": data.evaluation and data.evaluation.content_hash}
         refuse_differences(job.all_gather_object({**hashes, **self.fixed, **shared_options(config)}))
         earlier = checkpoints.find_resume_point(folder, config, data, job)
@@ -277,16 +280,17 @@ class TrainingRun:
         if data.evaluation is None:
             return False
         started = time.perf_counter()
-        losses = self.train_step.evaluate(data.stream(data.evaluation))
-        num_target_tokens = sum(loss.num_target_tokens for loss in losses)
-        loss = sum(loss.loss for loss in losses) / num_target_tokens if num_target_tokens else None
+        found = self.train_step.evaluate(data.stream(data.evaluation))
+        loss = found.loss
         row: metrics.Row = {
             "step": step,
             "eval_loss": loss,
-            "target_tokens": num_target_tokens,
+            "target_tokens": found.num_target_tokens,
             "seconds": time.perf_counter() - started,
-            "source_losses": metrics.source_losses(losses, data.analysis),
+            "source_losses": metrics.source_losses(found.sequences, data.analysis),
         }
+        if found.metrics:
+            row["loss_metrics"] = found.metrics
         if loss is not None and not math.isfinite(loss):
             raise self._not_finite(f"evaluation after step {step}", f"loss {loss}")
         if self.job.is_main:

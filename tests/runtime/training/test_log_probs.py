@@ -169,13 +169,16 @@ def test_dropout_is_the_same_in_both_passes_of_a_call_and_another_in_the_next(ne
     assert loss_at({}, number=1)[0] != value
 
 
-def test_a_batch_without_targets_has_a_backward_that_adds_nothing(new_model):
+def test_a_batch_without_targets_has_gradients_of_zeros(new_model):
+    """As in autograd: an optimizer goes on with its momentum."""
     model = new_model()
     ids, nothing = [torch.tensor([1, 2, 3])], [torch.zeros(3, dtype=torch.bool)]
     found = Executor.from_model(model).log_probs(ids, nothing, chunk_size=8)
     assert found.log_probs.shape == (0,)
     found.log_probs.sum().backward()
-    assert gradients_of(model) == {}
+    gradients = gradients_of(model)
+    assert gradients.keys() == dict(model.named_parameters()).keys()
+    assert not any(each.any() for each in gradients.values())
 
 
 @pytest.mark.parametrize(
@@ -183,7 +186,10 @@ def test_a_batch_without_targets_has_a_backward_that_adds_nothing(new_model):
     [
         ({"temperature": 0}, "temperature is 0, expected a number above 0"),
         ({"chunk_size": 0}, "chunk-size is 0"),
-        ({"bogus": 1}, "plan_step has no option 'bogus'"),
+        ({"bogus": 1}, "log_probs has no option 'bogus'"),
+        ({"pp": 2}, "log_probs has no option 'pp'"),
+        ({"sequences": [torch.tensor([1.0, 2, 3])]}, "torch.float32"),
+        ({"targets": []}, "1 sequence with targets of 0"),
         ({"sequences": [torch.tensor([1, 2, 97])]}, "token 2 of sequence 0 is id 97, the model's vocabulary has 97"),
         ({"targets": [torch.ones(2, dtype=torch.bool)]}, "sequence 0 has tokens of shape"),
         ({"targets": [torch.ones(3)]}, "torch.float32"),

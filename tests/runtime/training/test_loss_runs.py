@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from functools import partial
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -85,6 +87,25 @@ def test_chunk_trainer_is_that_run_and_logs_the_metrics(made, trained, trainers,
     for name, value in rows[0]["loss_metrics"].items():
         assert logs[0][name] == pytest.approx(value, rel=1e-7, abs=1e-7)
     assert [entry["rewards/accuracies"] for entry in logs][-1] == 1
+
+
+def test_held_out_pairs_are_evaluated_by_the_loss(made, trained, tmp_path):
+    """Not by cross-entropy, which is least where rejected answers are likely too."""
+    more = ("--loss", "dpo", "--loss-options", "beta=0.3", "--reference", made / "scores", "--eval-every", 2)
+    assert main(options(made, tmp_path / "run", *more, "--eval-plan", made / "dpo" / "one")) == 0
+    rows, evaluations = lines(trained / "metrics.jsonl"), lines(tmp_path / "run" / "evals.jsonl")
+    assert evaluations[0]["eval_loss"] == pytest.approx(rows[2]["loss"], rel=1e-9)  # of the weights after two steps
+    assert evaluations[0]["loss_metrics"] == pytest.approx(rows[2]["loss_metrics"], rel=1e-9)
+
+
+def test_scores_that_lack_sequences_of_the_plan_are_refused_before_the_run(made, tmp_path, capsys):
+    fewer = shutil.copytree(made / "scores", tmp_path / "scores")
+    [path] = fewer.glob("*.parquet")
+    table = pq.read_table(path)
+    pq.write_table(table.slice(1), path)
+    assert main(options(made, tmp_path / "run", "--loss", "dpo", "--reference", fewer)) == 2
+    said = capsys.readouterr().err
+    assert "1 sequence of" in said and "without scores" in said and not (tmp_path / "run").exists()
 
 
 def test_without_scores_the_model_without_its_adapters_is_the_reference(made, trained, tmp_path):
