@@ -102,8 +102,8 @@ def test_the_tables_are_complete() -> None:
     roles = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", DATA.split("| role | names")[1].split("\n\n")[0], re.M))
     named = {name: role for role, names in roles.items() for name in re.findall(r"`(\w+)`", names)}
     assert named == {**ROLES, "developer": "system"}
-    rows = DATA.split("| role | names in the data |")[2].split("\n\n")[0].splitlines()[2:]
-    named_keys = {row.split("`")[1]: re.findall(r"`(\w+)`", row.split("|")[2]) for row in rows}
+    items = DATA.split("**Rollouts.**")[1].split("\n\n")[1].split("- ")[1:]
+    named_keys = {item.split("`")[1]: re.findall(r"`(\w+)`", item) for item in items}
     expected = {role: [*keys] for role, keys in ROLLOUT_ROLES.items() if role not in ("score", "response_length")}
     assert named_keys == {**expected, "reward": [*expected["reward"], "score"]}
     backends = DATA.split("| `--tokenizer` |")[1].split("\n\n")[0].splitlines()[2:]
