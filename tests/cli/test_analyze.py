@@ -129,6 +129,7 @@ def test_what_is_too_long_is_cut_dropped_or_an_error_and_counted(run: Run) -> No
         (
             [("good", None), ("good", False), ("good", True)],
             (),
+            "--kto-negatives keep keeps all labels for a loss such as kto, "
             "--kto-negatives drop leaves such records out, counted; remove `label` if it means another thing; "
             "--on-error skip counts such records and goes on (1 of the 3 read here)",
         ),

@@ -27,7 +27,7 @@ def run(command: Run) -> Run:
         (("*.arrow",), 2, "no data matches *.arrow"),
         (("-", "-"), 2, "the standard input can be read once"),
         (("nowhere://bucket/a.jsonl",), 2, "is no address"),
-        (("pairs.jsonl",), 3, "a preference pair (`chosen` and `rejected`)"),
+        (("pairs.jsonl",), 3, "pairs.jsonl:2: `rejected` is missing, expected an answer"),
         (("unknown.jsonl",), 3, "no schema fits the keys of the records: `foo` in 1 of 1"),
         (("empty.jsonl",), 3, "empty.jsonl: "),
         (("torn.parquet",), 3, "torn.parquet: "),
@@ -54,7 +54,7 @@ def run(command: Run) -> Run:
         (("dataset.jsonl", "--max-length", "0"), 2, "--max-length is 0, expected a number of tokens from 1"),
         (("dataset.jsonl", "--sample", "1"), 2, "--sample is 1.0, expected a share between 0 and 1"),
         (("dataset.jsonl", "--sample", "nan"), 2, "--sample is nan, expected a share between 0 and 1"),
-        (("dataset.jsonl", "--kto-negatives", "keep"), 2, "--kto-negatives is 'keep', expected error or drop"),
+        (("dataset.jsonl", "--kto-negatives", "some"), 2, "--kto-negatives is 'some', expected error or drop or keep"),
         (("dataset.jsonl", "--max-record-mb", "0"), 2, "--max-record-mb is 0, expected"),
         (("dataset.jsonl", "--max-record-mb", "nan"), 2, "--max-record-mb is 'nan', expected"),
         (("dataset.jsonl", "--max-record-mb", "inf"), 2, "--max-record-mb is 'inf', expected"),
@@ -71,7 +71,7 @@ def test_a_mistake_gets_a_message_a_hint_and_its_exit_code(
     run: Run, arguments: tuple[str, ...], code: int, message: str
 ) -> None:
     write("data.xlsx", "a,b")
-    write("pairs.jsonl", {"prompt": "p", "chosen": "c", "rejected": "r"})
+    Path("pairs.jsonl").write_text('{"prompt": "p", "chosen": "c", "rejected": "r"}\n{"prompt": "p", "chosen": "c"}\n')
     write("unknown.jsonl", {"foo": 1})
     for name, content in (("empty.jsonl", b""), ("torn.parquet", b"PAR1 and no more"), ("cut.jsonl.gz", b"\x1f\x8b")):
         Path(name).write_bytes(content)

@@ -54,7 +54,7 @@ def test_pairs_of_names_are_a_question_and_its_answer(question: str, answer: str
         question,
         answer,
     )
-    assert layout.evidence == f"`{question}` and `{answer}` in the first record, some with `system`"
+    assert layout.evidence == f"`{question}` and `{answer}` in the first record, with `system`"
     assert parse(layout, record) == Exchange("S", "Hi!", "Hello.")
 
 
