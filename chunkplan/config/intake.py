@@ -227,7 +227,7 @@ class IntakeOptions(Options):
 
     schema: str | None = option(
         FORMAT,
-        "Layout of the records: text, messages, conversations, prompt+completion, instruction, question+answer, "
+        "Layout: text, messages, conversations, prompt+completion, instruction, question+answer, "
         "preference, input_ids, prompt_ids+response_ids or length, of some sources qa.jsonl=question+answer; or the "
         "type of a file, data.log=jsonl. Repeatable.",
         group=_TOKENS,

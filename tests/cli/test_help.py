@@ -142,7 +142,7 @@ def test_bash_completes_what_is_typed_once_completion_is_installed(tmp_path: Pat
         ("chunkplan build --packing ", [*plan.PACKERS]),
         ("chunkplan build --hardware h", ["h100", "h200"]),
         ("chunkplan simulate --compare 1f1b,z", ["1f1b,zero-bubble", "1f1b,zero-bubble-v"]),
-        ("chunkplan analyze --format p", ["prompt+completion"]),
+        ("chunkplan analyze --format p", ["prompt+completion", "preference", "prompt_ids+response_ids"]),
         ("chunkplan calibrate --device c", ["cpu", "cuda"]),
     ],
 )
