@@ -1,7 +1,7 @@
 """Measures what a step of a loss by name takes beside one of cross-entropy of the same tokens.
 
-    python benchmarks/losses.py           # memory by length, then a step of a pair of 128K tokens each: 5 minutes
-    python benchmarks/losses.py --toy     # the same of short ones
+    python benchmarks/losses.py --window 4096  # memory by length, then a step of a pair of 128K tokens each: 3 minutes
+    python benchmarks/losses.py --toy          # the same of short ones
 
 Memory is that of live tensors (see benchmarks/allocations.py), without weights and their gradients, and once more
 without keys, values and their gradients of split sequences.
@@ -63,7 +63,7 @@ def measure_memory(chunk_size: int, most: int) -> Iterator[Row]:
 
 
 def measure_step(length: int, chunk_size: int, window: int | None) -> Iterator[Row]:
-    """Seconds and peak of a step of one pair of `length` tokens each; a token sees `window` tokens, None: all."""
+    """Processor seconds and peak of a step of one pair of `length` tokens each; a token sees `window` tokens, None: all."""
     windows = {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 0} if window else {}
     config = qwen2(64, 1, 512, length, num_key_value_heads=1, **windows)
     model = new_model(config, torch.float32, 0)
@@ -72,16 +72,16 @@ def measure_step(length: int, chunk_size: int, window: int | None) -> Iterator[R
     of_sft = 0.0
     for loss in ("sft", "dpo", "simpo"):
         gc.collect()
-        started = time.perf_counter()
+        started = time.process_time()
         with Allocations() as allocations:
             _run(model, work, loss)
-        seconds = time.perf_counter() - started
+        seconds = time.process_time() - started
         of_sft = of_sft or seconds
         peak = round(allocations.peak / 1e6, 1)
         yield {
             "loss": loss,
             "tokens": 2 * length,
-            "s": round(seconds, 1),
+            "processor s": round(seconds, 1),
             "over SFT": f"{seconds / of_sft:.2f}",
             "MB": peak,
         }
