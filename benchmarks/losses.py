@@ -63,7 +63,7 @@ def measure_memory(chunk_size: int, most: int) -> Iterator[Row]:
 
 
 def measure_step(length: int, chunk_size: int, window: int | None) -> Iterator[Row]:
-    """Processor seconds and peak of a step of one pair of `length` tokens each; a token sees `window` tokens, None: all."""
+    """Processor seconds and peak of a step of a pair of `length` tokens each; a token sees `window`, None: all."""
     windows = {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 0} if window else {}
     config = qwen2(64, 1, 512, length, num_key_value_heads=1, **windows)
     model = new_model(config, torch.float32, 0)
