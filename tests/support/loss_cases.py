@@ -121,7 +121,10 @@ def by_trl(name: str, model: Any, analysis: Analysis, reference: Scores | None) 
 
 
 def _trainer(**attributes: Any) -> Any:
-    same: Any = lambda value, **_: value  # noqa: E731
+
+    def same(value: Any, **_: Any) -> Any:
+        return value
+
     accelerator = SimpleNamespace(
         device="cpu", gather=same, gather_for_metrics=same, reduce=same, num_processes=1, sync_gradients=True
     )
